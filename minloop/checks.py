@@ -1,0 +1,162 @@
+"""Checks across fields and configs: what mcore would refuse later, cryptically, or not at all, is refused here by name."""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer import TransformerConfig
+
+HOOKS = (
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "timers",
+)
+"""Fields of `TransformerConfig` that belong to one training state, not to a description of a model."""
+
+STAGE_FIELDS = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "microbatch_group_size_per_vp_stage",
+    "mtp_standalone",
+)
+"""How layers are laid out over pipeline stages: meaningless once `pipeline_model_parallel_size` changes."""
+
+
+def use_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed and there is a GPU for it."""
+    return HAVE_TE and torch.cuda.is_available()
+
+
+def check_config(config: Any) -> None:
+    """Refuse what mcore would refuse later, cryptically or not at all.
+
+    Args:
+        config: a `TransformerConfig`, or anything with its fields.
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not getattr(config, name):
+            raise ValueError(f"{name} is not set: give build_config({name}=...)")
+    if config.fp16 and config.bf16:
+        raise ValueError("fp16=True and bf16=True: choose one")
+    if config.transformer_impl == "inference_optimized":
+        raise ValueError("transformer_impl='inference_optimized' cannot train: use 'transformer_engine' or 'local'")
+    if config.transformer_impl == "transformer_engine" and not use_transformer_engine():
+        lacks = "Transformer Engine is not installed" if not HAVE_TE else "there is no GPU"
+        raise ValueError(f"transformer_impl='transformer_engine' but {lacks}: use transformer_impl='local'")
+    _check_tensor_parallel(config)
+    _check_pipeline(config)
+    _check_experts(config)
+    _check_context_parallel(config)
+
+
+def _check_tensor_parallel(config: Any) -> None:
+    tp, heads = config.tensor_model_parallel_size, config.num_attention_heads
+    groups = config.num_query_groups or heads
+    if heads % tp:
+        raise ValueError(f"num_attention_heads ({heads}) is not divisible by tensor_model_parallel_size ({tp})")
+    if heads % groups:
+        raise ValueError(f"num_attention_heads ({heads}) is not divisible by num_query_groups ({groups})")
+    if groups % tp and tp % groups:
+        raise ValueError(
+            f"num_query_groups ({groups}) is neither a multiple nor a divisor of tensor_model_parallel_size ({tp})"
+        )
+    if not config.kv_channels and config.hidden_size % heads:
+        raise ValueError(
+            f"hidden_size ({config.hidden_size}) is not divisible by num_attention_heads ({heads}); or set kv_channels"
+        )
+    ffn = config.ffn_hidden_size or 4 * config.hidden_size
+    if ffn % tp:
+        raise ValueError(f"ffn_hidden_size ({ffn}) is not divisible by tensor_model_parallel_size ({tp})")
+    if config.sequence_parallel and tp == 1:
+        raise ValueError(
+            "sequence_parallel=True needs tensor_model_parallel_size > 1: it splits the sequence over the tensor parallel "
+            "ranks; set sequence_parallel=False or a larger tensor_model_parallel_size"
+        )
+
+
+def _check_pipeline(config: Any) -> None:
+    pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+    if pp > 1 and config.pipeline_dtype is None:
+        raise ValueError(
+            f"pipeline_model_parallel_size ({pp}) > 1 needs pipeline_dtype, the dtype of the activations sent between "
+            "stages: set pipeline_dtype to params_dtype, or leave both to build_config"
+        )
+    if vpp is not None and pp == 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size ({vpp}) needs pipeline_model_parallel_size > 1, which is 1: set "
+            "virtual_pipeline_model_parallel_size=None or use more pipeline stages"
+        )
+    by_hand = any(getattr(config, name) for name in STAGE_FIELDS[1:6])
+    if not by_hand and config.num_layers % (pp * (vpp or 1)):
+        raise ValueError(
+            f"num_layers ({config.num_layers}) is not divisible by pipeline_model_parallel_size ({pp}) × "
+            f"virtual_pipeline_model_parallel_size ({vpp or 1}): change them, or say which layers go where with "
+            "num_layers_in_first/last_pipeline_stage or pipeline_model_parallel_layout"
+        )
+    if config.overlap_p2p_comm and config.batch_p2p_comm:
+        raise ValueError("overlap_p2p_comm=True and batch_p2p_comm=True exclude each other: set batch_p2p_comm=False")
+    # With two stages both neighbours are the same rank, and batched sends cannot be told apart: it trains wrongly, in
+    # silence. On gloo batched point-to-point is not ordered for more stages either.
+    unordered = pp == 2 or not torch.cuda.is_available()
+    if vpp is not None and unordered and not config.overlap_p2p_comm:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size ({vpp}) with pipeline_model_parallel_size ({pp}) and "
+            "overlap_p2p_comm=False mixes up microbatches: set overlap_p2p_comm=True and batch_p2p_comm=False"
+        )
+
+
+def _check_experts(config: Any) -> None:
+    ep, experts = config.expert_model_parallel_size, config.num_moe_experts
+    if ep > 1 and not experts:
+        raise ValueError(
+            f"expert_model_parallel_size ({ep}) needs experts, but num_moe_experts is {experts}: set num_moe_experts or "
+            "expert_model_parallel_size=1"
+        )
+    if experts and experts % ep:
+        raise ValueError(f"num_moe_experts ({experts}) is not divisible by expert_model_parallel_size ({ep})")
+    if ep > 1 and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"expert_model_parallel_size ({ep}) with tensor_model_parallel_size ({config.tensor_model_parallel_size}) "
+            "needs sequence_parallel=True"
+        )
+
+
+def _check_context_parallel(config: Any) -> None:
+    cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
+    product = 1
+    for size in hierarchy or ():
+        product *= size
+    if hierarchy and product != cp:
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes {hierarchy} multiply to {product}, not to context_parallel_size ({cp})"
+        )
+    for name in ("cp_comm_type", "moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
+        value = getattr(config, name, None)
+        if isinstance(value, list) and len(value) != config.num_layers:  # pyright: ignore[reportUnknownArgumentType]
+            raise ValueError(f"{name} has {len(value)} entries for num_layers ({config.num_layers})")
+
+
+def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> None:
+    """Refuse a `DistributedDataParallelConfig` that mcore would accept and then not honour (see `build_ddp_config`)."""
+    if ddp_config.overlap_param_gather and not (ddp_config.use_distributed_optimizer and ddp_config.overlap_grad_reduce):
+        raise ValueError(
+            "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True, which are "
+            f"{ddp_config.use_distributed_optimizer} and {ddp_config.overlap_grad_reduce}"
+        )
+    if ddp_config.num_distributed_optimizer_instances > 1 and not ddp_config.use_distributed_optimizer:
+        raise ValueError("num_distributed_optimizer_instances > 1 needs use_distributed_optimizer=True")
+    if ddp_config.average_in_collective and config.calculate_per_token_loss:
+        raise ValueError(
+            "average_in_collective=True averages over ranks, calculate_per_token_loss=True over tokens: set one of them "
+            "to False"
+        )

@@ -1,0 +1,134 @@
+"""Configs: mcore's own dataclasses, built with the choices that are right on this machine, and checked before anything is built.
+
+The parallel sizes live in `TransformerConfig` alone. Nothing here is a second config language: each function returns the
+mcore dataclass, every field of which may be given by its mcore name.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, use_transformer_engine
+
+Config = TypeVar("Config", bound=TransformerConfig)
+
+def build_config(config_class: type[Config] = TransformerConfig, **fields: Any) -> Config:
+    """Build mcore's `TransformerConfig` with the settings that are right and fast on this machine.
+
+    Where a field is not given: `params_dtype` and `pipeline_dtype` follow bf16/fp16; `transformer_impl` is Transformer
+    Engine where there is one and a GPU, otherwise local; interleaved pipelines overlap their communication; the loss is
+    averaged over the tokens of the global batch (`calculate_per_token_loss`), the only average that no layout changes;
+    on a GPU mcore's fusions are on. All other fields keep mcore's defaults.
+
+    Args:
+        config_class: `TransformerConfig` or a subclass of it (`MLATransformerConfig`, your own).
+        fields: any field of that class, by mcore's name.
+    Raises:
+        ValueError: fields that contradict each other; the message names them and the remedy.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(config_class) if f.default is not dataclasses.MISSING}
+    draft = SimpleNamespace(**(defaults | fields))
+    chosen: dict[str, Any] = {"calculate_per_token_loss": True}
+    chosen["cuda_graph_modules"] = []  # mcore's default, "full", is deprecated and means the same
+    chosen["params_dtype"] = torch.bfloat16 if draft.bf16 else torch.float16 if draft.fp16 else torch.float32
+    chosen["pipeline_dtype"] = fields.get("params_dtype", chosen["params_dtype"])
+    chosen["transformer_impl"] = "transformer_engine" if use_transformer_engine() else "local"
+    if draft.virtual_pipeline_model_parallel_size is not None or draft.pipeline_model_parallel_layout is not None:
+        overlap = fields.get("overlap_p2p_comm", True)
+        chosen["overlap_p2p_comm"], chosen["batch_p2p_comm"] = overlap, not overlap
+    if torch.cuda.is_available():
+        chosen |= _fusions(draft)
+    chosen |= fields
+    check_config(SimpleNamespace(**(defaults | chosen)))
+    config = config_class(**chosen)
+    check_config(config)
+    return config
+
+
+def _fusions(draft: SimpleNamespace) -> dict[str, bool]:
+    """mcore's fused kernels that are valid for this config; as a library mcore leaves all of them off."""
+    gelu = draft.activation_func is F.gelu and draft.add_bias_linear and not draft.gated_linear_unit
+    swiglu = draft.activation_func is F.silu and draft.gated_linear_unit
+    return {
+        "bias_activation_fusion": gelu or swiglu,
+        "bias_dropout_fusion": True,
+        "apply_rope_fusion": use_transformer_engine() and not draft.rotary_interleaved and not draft.multi_latent_attention,
+        "cross_entropy_loss_fusion": not draft.deterministic_mode,
+    }
+
+
+def replace_layout(config: Config, **changes: Any) -> Config:
+    """Return a new config of the same model in another layout; `config` stays as it is.
+
+    Unlike `dataclasses.replace` it leaves behind what belongs to the old layout: hooks bound by a training state, the
+    division of layers into stages when the number of stages changes, sequence parallel and its overlap at tensor
+    parallel 1, an expert tensor parallel size that only followed the tensor parallel size.
+
+    Args:
+        changes: the fields to change, by mcore's names, e.g. ``tensor_model_parallel_size=4``.
+    """
+    fields: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    dropped = {*HOOKS, "overlap_p2p_comm", "batch_p2p_comm"}
+    if changes.get("pipeline_model_parallel_size", config.pipeline_model_parallel_size) != config.pipeline_model_parallel_size:
+        dropped |= {*STAGE_FIELDS}
+    if changes.get("tensor_model_parallel_size", config.tensor_model_parallel_size) == 1:
+        dropped |= {"sequence_parallel", "tp_comm_overlap"}
+    if config.expert_tensor_parallel_size == config.tensor_model_parallel_size:
+        dropped.add("expert_tensor_parallel_size")
+    if changes.get("context_parallel_size", config.context_parallel_size) != config.context_parallel_size:
+        dropped |= {"cp_comm_type", "hierarchical_context_parallel_sizes"}
+    layout = fields["pipeline_model_parallel_layout"]
+    if layout is not None:  # mcore parsed it into an object; its text parses again
+        fields["pipeline_model_parallel_layout"] = layout.input_data
+    kept = {name: value for name, value in fields.items() if name not in dropped}
+    return build_config(type(config), **(kept | changes))
+
+
+def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDataParallelConfig:
+    """Build mcore's `DistributedDataParallelConfig`: gradients reduced in fp32, communication overlapped where it can be.
+
+    Overlap is on by default: the gradient reduction with the backward pass, and with the distributed optimizer (ZeRO-1)
+    the parameter gather with the forward pass.
+
+    Raises:
+        ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`.
+    """
+    sharded = fields.get("use_distributed_optimizer", False)
+    overlap = fields.get("overlap_grad_reduce", True)
+    chosen: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": sharded and overlap,
+    }
+    ddp_config = DistributedDataParallelConfig(**(chosen | fields))
+    check_ddp_config(config, ddp_config)
+    return ddp_config
+
+
+def build_optimizer_config(
+    config: TransformerConfig, ddp_config: DistributedDataParallelConfig, **fields: Any
+) -> OptimizerConfig:
+    """Build mcore's `OptimizerConfig`; precision and sharding follow `config` and `ddp_config`.
+
+    `min_lr`, which mcore leaves at None and its scheduler then rejects, is 0.0 unless given.
+
+    Raises:
+        ValueError: no `lr`.
+    """
+    if fields.get("lr") is None:
+        raise ValueError("lr is not set: give build_optimizer_config(..., lr=...)")
+    chosen: dict[str, Any] = {
+        "bf16": config.bf16,
+        "fp16": config.fp16,
+        "params_dtype": config.params_dtype,
+        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+        "overlap_param_gather": ddp_config.overlap_param_gather,
+        "min_lr": 0.0,
+    }
+    return OptimizerConfig(**(chosen | fields))
