@@ -1,0 +1,95 @@
+"""Data parallelism: mcore's DDP and ZeRO-1 around the chunks, and the hooks by which mcore's schedules drive them."""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import MegatronModule
+from megatron.core.utils import get_model_config
+
+from minloop.checks import HOOKS, check_ddp_config
+from minloop.messages import without_log_lines
+
+
+def wrap_ddp(
+    chunks: Sequence[MegatronModule], ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
+) -> list[DistributedDataParallel]:
+    """Wrap each chunk in mcore's DDP (with `use_distributed_optimizer`: ZeRO-1) and give all data parallel ranks rank 0's weights.
+
+    Gradients then live in ``parameter.main_grad``; ``parameter.grad`` stays None, so that a plain torch optimizer does
+    nothing: use `build_optimizer`.
+
+    Raises:
+        ValueError: options that exclude each other, see `build_ddp_config`.
+    """
+    check_ddp_config(get_model_config(chunks[0]), ddp_config)
+    ddp_config = copy.copy(ddp_config)  # DDP writes the bucket size it chose into it
+    wrapped: list[DistributedDataParallel] = []
+    for index, chunk in enumerate(chunks):
+        with without_log_lines("megatron.core.distributed.distributed_data_parallel", "full_param_layout not provided"):
+            ddp = DistributedDataParallel(
+                config=get_model_config(chunk),
+                ddp_config=ddp_config,
+                module=chunk,
+                # Only the first chunk's reduction can hide behind other chunks' backward passes bucket by bucket.
+                disable_bucketing=index > 0,
+                pg_collection=groups,
+            )
+        ddp.broadcast_params()
+        wrapped.append(ddp)
+    return wrapped
+
+
+def bind_hooks(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Set, on the config that the chunks share, every hook that mcore's schedules call, and skip in silence when unset.
+
+    Raises:
+        RuntimeError: the chunks do not share one config, or hooks are bound already (two states on one model).
+    """
+    config: Any = get_model_config(chunks[0])
+    if any(get_model_config(chunk) is not config for chunk in chunks):
+        raise RuntimeError("the chunks hold different config objects: build them with one build_model call")
+    bound = [name for name in HOOKS if getattr(config, name) is not None and name != "timers"]
+    if bound:
+        raise RuntimeError(
+            f"the model's config already carries {', '.join(bound)}: another TrainState or a host owns this model; build "
+            "another model, or set these fields to None"
+        )
+    ddp_config = chunks[0].ddp_config
+
+    def per_chunk(functions: list[Any]) -> Any:
+        return functions if len(functions) > 1 else functions[0]  # what mcore's schedules expect
+
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = per_chunk([chunk.no_sync for chunk in chunks])
+    if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
+        config.param_sync_func = per_chunk([partial(chunk.start_param_sync) for chunk in chunks])
+
+
+@contextlib.contextmanager
+def gathered_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """While inside, every rank's parameters are those after the last optimizer step, and no gather hooks are in place.
+
+    With `overlap_param_gather` they otherwise arrive only as the next training forward pass needs them: reading them for
+    evaluation or a checkpoint would see stale values.
+    """
+    hooked = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
+    for chunk in hooked:
+        chunk.disable_forward_pre_hook(param_sync=True)  # pyright: ignore[reportCallIssue]
+    try:
+        yield
+    finally:
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,211 @@
+"""Process groups and seeds: the default group, mcore's groups, each rank's random streams; and the end of what began here."""
+
+import contextlib
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from minloop.checks import check_config
+from minloop.cpu import cpu_backend
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_created = contextlib.ExitStack()
+"""How to take back what `init_distributed` created. The default group and mcore's groups are one per process, so is this."""
+
+
+def init_distributed(
+    config: TransformerConfig,
+    *,
+    seed: int,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+    data_parallel_random_init: bool = False,
+    **mcore_options: Any,
+) -> ProcessGroupCollection:
+    """Initialise the default process group, mcore's process groups and the random streams of this rank.
+
+    A default group that a host made is reused. Otherwise torchrun's environment is read (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, MASTER_PORT); without it this is one process. Without a GPU the CPU backend is switched on and ranks
+    talk through gloo, see `minloop.cpu_backend`.
+
+    Args:
+        config: its parallel sizes decide the groups; the data parallel size is what remains of the world.
+        seed: seed of weights and dropout; see `seed_ranks`. Data has a seed of its own.
+        backend: "nccl" or "gloo"; by default nccl on a GPU, gloo without.
+        timeout: how long a collective may wait for a rank, for the default group and mcore's.
+        data_parallel_random_init: seed every data parallel rank differently (`wrap_ddp` then broadcasts the weights).
+        mcore_options: other arguments of mcore's `parallel_state.initialize_model_parallel`, such as
+            ``order="tp-cp-ep-pp-dp"`` or ``num_distributed_optimizer_instances``.
+    Raises:
+        ValueError: the world size does not fit the layout, or the config contradicts itself.
+        RuntimeError: half-set launch variables, a port in use, two ranks on one GPU, groups of another layout.
+    """
+    check_config(config)
+    with contextlib.ExitStack() as undo:  # a failure part-way takes back this call's part and no earlier call's
+        undo.callback(cpu_backend().undo)
+        if not dist.is_initialized():
+            _init_default_group(backend, timeout, undo)
+        check_world_size(config, dist.get_world_size())
+        _init_model_parallel(config, timeout, mcore_options, undo)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        seed_ranks(seed, groups, config, data_parallel_random_init=data_parallel_random_init)
+        _created.enter_context(undo.pop_all())
+    return groups
+
+
+def shutdown_distributed() -> None:
+    """Destroy what `init_distributed` created and nothing else; a second call does nothing."""
+    _created.close()
+
+
+def _init_default_group(backend: str | None, timeout: timedelta, undo: contextlib.ExitStack) -> None:
+    present = [name for name in LAUNCH_VARIABLES if name in os.environ]
+    if present and len(present) < len(LAUNCH_VARIABLES):
+        missing = [name for name in LAUNCH_VARIABLES if name not in present]
+        raise RuntimeError(
+            f"the launch environment has {', '.join(present)} but not {', '.join(missing)}: start the script with "
+            "torchrun, set all of them, or none for one process"
+        )
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        _claim_gpu()
+    backend = backend or ("nccl" if on_gpu else "gloo")
+    if not present:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        try:
+            dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
+                raise
+            raise RuntimeError(
+                f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {os.environ['MASTER_ADDR']}: another run holds it; "
+                "choose a free port"
+            ) from error
+    undo.callback(_destroy_default_group)
+    if on_gpu:
+        _refuse_shared_gpu()
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _claim_gpu() -> None:
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise RuntimeError(
+            f"LOCAL_RANK is {local_rank} but this machine shows {count} GPU(s): start at most one rank per GPU "
+            f"(torchrun --nproc-per-node {count})"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def _refuse_shared_gpu() -> None:
+    """NCCL hangs or fails obscurely with two ranks on one GPU; one look-up in the rendezvous store tells."""
+    device = torch.cuda.current_device()
+    gpu = f"minloop/gpu/{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+    rank = str(dist.get_rank())
+    owner = dist.distributed_c10d._get_default_store().compare_set(gpu, "", rank).decode()  # pyright: ignore[reportPrivateUsage]
+    if owner != rank:
+        raise RuntimeError(
+            f"ranks {owner} and {rank} share GPU {device} of {socket.gethostname()}: set LOCAL_RANK (torchrun does) so "
+            "that each rank has its own"
+        )
+
+
+def check_world_size(config: TransformerConfig, world_size: int) -> None:
+    """Raise ValueError unless `world_size` ranks can be divided as `config` says; every factor is named."""
+    tp, pp, cp = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    )
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"world size {world_size} is not a multiple of tensor_model_parallel_size ({tp}) × "
+            f"pipeline_model_parallel_size ({pp}) × context_parallel_size ({cp}) = {tp * pp * cp}: change the number of "
+            "ranks or a size; what remains is data parallel"
+        )
+    etp, ep = config.expert_tensor_parallel_size or tp, config.expert_model_parallel_size
+    if world_size % (etp * ep * pp):
+        raise ValueError(
+            f"world size {world_size} is not a multiple of expert_tensor_parallel_size ({etp}) × "
+            f"expert_model_parallel_size ({ep}) × pipeline_model_parallel_size ({pp}) = {etp * ep * pp}"
+        )
+
+
+def _init_model_parallel(
+    config: TransformerConfig, timeout: timedelta, mcore_options: dict[str, Any], undo: contextlib.ExitStack
+) -> None:
+    sizes: dict[str, Any] = {
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "hierarchical_context_parallel_sizes": config.hierarchical_context_parallel_sizes,
+        "hybrid_context_parallel": config.hybrid_context_parallel,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
+        "pipeline_model_parallel_comm_backend": config.pipeline_model_parallel_comm_backend,
+        "gtp_remat_size": config.gtp_weight_remat_size,
+        "expert_gtp_remat_size": config.expert_gtp_weight_remat_size,
+    }
+    if parallel_state.model_parallel_is_initialized():
+        held = {
+            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+            "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        }
+        differing = [f"{name}: {size} there, {sizes[name]} here" for name, size in held.items() if size != sizes[name]]
+        if differing:
+            raise RuntimeError(
+                f"mcore's process groups exist with another layout ({'; '.join(differing)}): call shutdown_distributed() "
+                "(or the host's own clean-up) first"
+            )
+        return
+    defaults = {"distributed_timeout_minutes": timeout.total_seconds() / 60, "create_gloo_process_groups": False}
+    parallel_state.initialize_model_parallel(**(sizes | defaults | mcore_options))
+    undo.callback(parallel_state.destroy_model_parallel)
+
+
+def seed_ranks(
+    seed: int, groups: ProcessGroupCollection, config: TransformerConfig, *, data_parallel_random_init: bool = False
+) -> None:
+    """Seed torch and mcore's RNG tracker for this rank, by Megatron-LM's rule: seed + 100 × pipeline rank.
+
+    Data parallel ranks share their seed (with `data_parallel_random_init`: + 10 × data parallel rank); tensor and expert
+    parallel ranks get streams of their own from mcore, for what they do not hold in common.
+
+    Raises:
+        ValueError: `seed` is not positive.
+    """
+    if seed <= 0:
+        raise ValueError(f"seed ({seed}) must be positive")
+    seed += 100 * groups.pp.rank()
+    if data_parallel_random_init:
+        seed += 10 * groups.dp.rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        seed,
+        te_rng_tracker=config.use_te_rng_tracker,
+        tp_rank=groups.tp.rank(),
+        ep_rank=groups.ep.rank(),
+        etp_rank=groups.expt_tp.rank(),
+        force_reset_rng=True,
+    )
+
+
+def is_first_rank(groups: ProcessGroupCollection) -> bool:
+    """Whether this is the rank that reports: the first of its tensor, context, pipeline and data parallel groups."""
+    return not any(group.rank() for group in (groups.tp, groups.cp, groups.pp, groups.dp))

@@ -1,0 +1,137 @@
+"""Optimizers and their schedules: mcore's, built over the chunks; and the repairs that torch's Adam needs inside mcore's."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from minloop.messages import without_warnings
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel],
+    optimizer_config: OptimizerConfig,
+    groups: ProcessGroupCollection,
+    **mcore_options: Any,
+) -> MegatronOptimizer:
+    """Build mcore's optimizer over the chunks of this rank.
+
+    Args:
+        optimizer_config: from `build_optimizer_config`, or mcore's own.
+        mcore_options: other arguments of `get_megatron_optimizer`, such as ``config_overrides`` (settings by parameter).
+    Raises:
+        ValueError: the optimizer config contradicts the model's precision or the DDP config.
+        TypeError: the chunks are not wrapped in DDP.
+    """
+    for chunk in chunks:
+        if not hasattr(chunk, "ddp_config"):
+            raise TypeError(f"{type(chunk).__name__} is not wrapped for data parallelism: call wrap_ddp first")
+    config, ddp_config = get_model_config(chunks[0]), chunks[0].ddp_config
+    for name, expected in (
+        ("bf16", config.bf16),
+        ("fp16", config.fp16),
+        ("use_distributed_optimizer", ddp_config.use_distributed_optimizer),
+        ("overlap_param_gather", ddp_config.overlap_param_gather),
+    ):
+        if getattr(optimizer_config, name) != expected:
+            raise ValueError(
+                f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with {expected}: use "
+                "build_optimizer_config, or give both the same value"
+            )
+    with without_warnings():  # of experimental parts of mcore that it imports, and of its own access to .grad, once
+        optimizer = get_megatron_optimizer(
+            optimizer_config,
+            list(chunks),  # pyright: ignore[reportArgumentType]
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+            **mcore_options,
+        )
+        optimizer.zero_grad()
+    prepare_adam_state(optimizer)
+    return optimizer
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
+    """The optimizers that a chained mcore optimizer drives, or the optimizer itself; those without parameters left out."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not getattr(inner, "is_stub_optimizer", False):
+            yield inner
+
+
+def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """torch's own Adam instances inside `optimizer`: what mcore falls back to without Transformer Engine and apex."""
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            yield inner.optimizer
+
+
+@torch.no_grad()
+def prepare_adam_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's Adam the state that mcore expects to find: moments, and a step of its own for every parameter.
+
+    mcore's distributed optimizer asserts one common step, which a never-stepped Adam lacks (no checkpoint before the first
+    step), and after loading lets all parameters share one step tensor, which each of them then increments.
+    """
+    for adam in torch_adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                state = adam.state[parameter]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                step = state.get("step", 0.0)
+                state["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
+
+
+def build_scheduler(
+    optimizer: MegatronOptimizer,
+    *,
+    global_batch_size: int,
+    train_iters: int,
+    lr_decay_style: str = "cosine",
+    lr_warmup_iters: int = 0,
+    lr_decay_iters: int | None = None,
+    lr_warmup_init: float = 0.0,
+    start_weight_decay: float | None = None,
+    end_weight_decay: float | None = None,
+    weight_decay_incr_style: str = "constant",
+    lr_wsd_decay_iters: int | None = None,
+    lr_wsd_decay_style: str = "exponential",
+) -> OptimizerParamScheduler:
+    """Build mcore's `OptimizerParamScheduler`; maximum and minimum learning rate come from the `OptimizerConfig`.
+
+    mcore's scheduler counts samples, as `train_step` does; the arguments here count iterations of `global_batch_size`
+    samples each. Iteration 0 runs at the warm-up's start.
+
+    Args:
+        lr_decay_style: "constant", "linear", "cosine", "inverse-square-root" or "WSD".
+        lr_decay_iters: iterations until the minimum is reached; by default `train_iters`.
+        lr_warmup_init: learning rate at the start of the warm-up.
+    Raises:
+        ValueError: the warm-up is not shorter than the decay.
+    """
+    decay = lr_decay_iters or train_iters
+    if lr_warmup_iters >= decay:
+        raise ValueError(f"lr_warmup_iters ({lr_warmup_iters}) must be less than lr_decay_iters ({decay})")
+    config: OptimizerConfig = optimizer.config
+    weight_decay = config.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=lr_warmup_init,
+        max_lr=config.lr,  # pyright: ignore[reportArgumentType]
+        min_lr=config.min_lr or 0.0,
+        lr_warmup_steps=lr_warmup_iters * global_batch_size,
+        lr_decay_steps=decay * global_batch_size,
+        lr_decay_style=lr_decay_style,
+        start_wd=weight_decay if start_weight_decay is None else start_weight_decay,
+        end_wd=weight_decay if end_weight_decay is None else end_weight_decay,
+        wd_incr_steps=train_iters * global_batch_size,
+        wd_incr_style=weight_decay_incr_style,
+        wsd_decay_steps=None if lr_wsd_decay_iters is None else lr_wsd_decay_iters * global_batch_size,
+        lr_wsd_decay_style=lr_wsd_decay_style,
+    )

@@ -1,0 +1,51 @@
+"""`TrainState`: what one training run holds, carried from step to step. It has no behaviour of its own."""
+
+from dataclasses import dataclass, field
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_model_config
+
+from minloop.data_parallel import bind_hooks
+
+
+@dataclass
+class TrainState:
+    """Model, optimizer, schedule and counters of one run; creating it binds the hooks of mcore's schedules.
+
+    Attributes:
+        chunks: the wrapped model chunks of this rank, one per virtual pipeline stage.
+        optimizer: from `build_optimizer`.
+        scheduler: learning rate and weight decay schedule; None keeps both constant.
+        config: the config given; replaced by the model's own copy, which carries the hooks.
+        groups: the process groups.
+        iteration: optimizer steps taken, skipped ones included.
+        consumed_samples: samples taken from the data, over all data parallel ranks.
+        skipped_iterations: steps whose update was skipped for overflow.
+        report_names: names of the losses that the forward step reports; filled by the first step.
+    Raises:
+        TypeError: a plain torch optimizer, which would never change a weight.
+        RuntimeError: the hooks are bound already.
+    """
+
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler | None
+    config: TransformerConfig
+    groups: ProcessGroupCollection
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    report_names: list[str] = field(default_factory=list[str], repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, MegatronOptimizer):
+            raise TypeError(
+                f"{type(self.optimizer).__name__} sees no gradients on DDP chunks: they are in parameter.main_grad while "
+                "parameter.grad stays None, so it would never change a weight; use build_optimizer"
+            )
+        bind_hooks(self.chunks, self.optimizer)
+        self.config = get_model_config(self.chunks[0])
