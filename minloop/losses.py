@@ -1,0 +1,57 @@
+"""Losses: what a GPT's output becomes, and how the reports of microbatches and ranks become one number on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minloop.state import TrainState
+
+Report = dict[str, torch.Tensor]
+"""What a loss function reports of one microbatch: name → [sum, count], float32, not part of the graph."""
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Report]]
+"""mcore's three-value contract: output → (sum of losses, number of tokens as an int tensor, report)."""
+
+
+def token_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Report]:
+    """Sum the losses of the tokens that count, by mcore's three-value contract.
+
+    Args:
+        loss_mask: [b, s] float32, 1 where a token counts.
+        output: [b, s] float32, the loss of each token in nats.
+    Returns:
+        The sum (differentiable, 0-d), the number of tokens (0-d int32), and the report {"lm loss": [sum, tokens]}.
+    """
+    total = torch.sum(output.float() * loss_mask)
+    tokens = loss_mask.sum()
+    # stack copies: mcore's schedule divides the first value in place
+    return total, tokens.to(torch.int32), {"lm loss": torch.stack([total.detach(), tokens])}
+
+
+def reduce_reports(
+    state: TrainState, reports: list[Report]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Sum [sum, tokens] over microbatches, data and context parallel ranks; give every pipeline stage the result."""
+    groups, last = state.groups, dist.get_process_group_ranks(state.groups.pp)[-1]
+    names = _report_names(state, reports)
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=torch.cuda.current_device())
+    if reports:
+        for report in reports:
+            sums += torch.stack([report[name].detach().to(sums) for name in names])
+        dist.all_reduce(sums, group=groups.dp_cp)
+    if groups.pp.size() > 1:
+        dist.broadcast(sums, src=last, group=groups.pp)
+    return {name: row[0] / row[1].clamp(min=1) for name, row in zip(names, sums, strict=True)}, sums[0, 1]
+
+
+def _report_names(state: TrainState, reports: list[Report]) -> list[str]:
+    """The names a forward step reports; stages without a loss learn them once."""
+    if state.groups.pp.size() == 1:
+        return list(reports[0])
+    if not state.report_names:
+        names: list[Any] = [list(reports[0]) if reports else None]
+        dist.broadcast_object_list(names, src=dist.get_process_group_ranks(state.groups.pp)[-1], group=state.groups.pp)
+        state.report_names = names[0]
+    return state.report_names

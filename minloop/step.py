@@ -1,0 +1,214 @@
+"""One step: forward and backward over the microbatches by mcore's schedules, one gradient finalisation, one update."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import get_attr_wrapped_model
+
+from minloop.data import Batch, check_token_ids, slice_batch_for_context_parallel, to_device
+from minloop.data_parallel import gathered_parameters
+from minloop.losses import LossFunction, Report, reduce_reports, token_loss
+from minloop.state import TrainState
+
+ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, LossFunction]]
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step reports, equal on every rank. Reading a tensor (``.item()``, printing) waits for the GPU.
+
+    Attributes:
+        loss: 0-d float64 tensor, the first of `losses`.
+        losses: name → 0-d float64 tensor, each the mean over the global batch's tokens (loss mask respected).
+        num_tokens: 0-d float64 tensor, tokens with loss in the global batch.
+        grad_norm: 2-norm of the whole gradient before clipping; None when the step was skipped, clipping is off or in
+            evaluation.
+        learning_rate: the rate this step's update used.
+        loss_scale: by which fp16 losses were multiplied; 1.0 otherwise.
+        skipped: whether the update was skipped because of an overflow.
+        num_samples: samples in the global batch.
+    """
+
+    loss: torch.Tensor
+    losses: dict[str, torch.Tensor]
+    num_tokens: torch.Tensor
+    num_samples: int
+    grad_norm: float | None = None
+    learning_rate: float = 0.0
+    loss_scale: float = 1.0
+    skipped: bool = False
+
+
+def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
+    """Run one microbatch through one chunk of a GPT; returns its output and the loss function for it.
+
+    The batch holds full sequences, [b, s]; the part of this context parallel rank is cut here. Intermediate pipeline
+    stages read the batch too, so that every rank's data advances alike, but move nothing to their device.
+    """
+    batch = next(data)
+    if not (_attribute(model, "pre_process") or _attribute(model, "post_process")):
+        return model(None, None, None), _no_loss
+    check_token_ids(batch, _attribute(model, "vocab_size"))
+    groups = _attribute(model, "pg_collection")
+    batch = to_device(slice_batch_for_context_parallel(batch, groups), torch.cuda.current_device())
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch.get("attention_mask"),
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(token_loss, batch["loss_mask"])
+
+
+def _attribute(model: torch.nn.Module, name: str) -> Any:
+    return get_attr_wrapped_model(model, name)
+
+
+def _no_loss(output: torch.Tensor) -> Any:
+    raise RuntimeError("only the last pipeline stage has a loss")
+
+
+def train_step(
+    state: TrainState,
+    data: Iterable[Batch],
+    *,
+    num_microbatches: int,
+    forward_step: ForwardStep = gpt_forward_step,
+    micro_batch_size: int | None = None,
+    seq_length: int | None = None,
+) -> StepMetrics:
+    """Take one optimizer step on the next `num_microbatches` microbatches of this rank.
+
+    Args:
+        state: counters are advanced, the scheduler by the samples of the global batch.
+        data: a loader or any iterator of batches; `num_microbatches` are taken.
+        num_microbatches: per data parallel rank, see `minloop.num_microbatches`.
+        forward_step: called as ``forward_step(data_iterator, model)``, returns the model's output and its loss function
+            with mcore's three-value contract (see `token_loss`).
+        micro_batch_size: samples of a microbatch; with `seq_length` (tokens of a full sequence) read off the first batch.
+    Raises:
+        ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary.
+        RuntimeError: the data ended before the step.
+    """
+    learning_rate = state.optimizer.param_groups[0]["lr"]
+    for chunk in state.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    batches = _Microbatches(data, num_microbatches, micro_batch_size, seq_length)
+    reports = _forward_backward(state, batches, forward_step, forward_only=False)
+    loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
+    updated, grad_norm, _ = state.optimizer.step()
+    losses, tokens = reduce_reports(state, reports)
+    num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
+    state.iteration += 1
+    state.consumed_samples += num_samples
+    if not updated:
+        state.skipped_iterations += 1
+    elif state.scheduler is not None:
+        state.scheduler.step(increment=num_samples)
+    return StepMetrics(
+        loss=next(iter(losses.values())),
+        losses=losses,
+        num_tokens=tokens,
+        num_samples=num_samples,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        loss_scale=loss_scale,
+        skipped=not updated,
+    )
+
+
+def eval_step(
+    state: TrainState,
+    data: Iterable[Batch],
+    *,
+    num_microbatches: int,
+    forward_step: ForwardStep = gpt_forward_step,
+    micro_batch_size: int | None = None,
+    seq_length: int | None = None,
+) -> StepMetrics:
+    """Compute the losses of the next `num_microbatches` microbatches with the weights as they are; changes nothing.
+
+    Arguments and errors are those of `train_step`. Dropout is off, and no random stream is drawn from.
+    """
+    batches = _Microbatches(data, num_microbatches, micro_batch_size, seq_length)
+    with _evaluating(state), torch.no_grad():
+        losses, tokens = reduce_reports(state, _forward_backward(state, batches, forward_step, forward_only=True))
+    num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
+    return StepMetrics(next(iter(losses.values())), losses, num_tokens=tokens, num_samples=num_samples)
+
+
+@contextlib.contextmanager
+def _evaluating(state: TrainState) -> Iterator[None]:
+    training = [chunk.training for chunk in state.chunks]
+    with gathered_parameters(state.chunks):
+        try:
+            for chunk in state.chunks:
+                chunk.eval()
+            yield
+        finally:
+            for chunk, mode in zip(state.chunks, training, strict=True):
+                chunk.train(mode)
+
+
+class _Microbatches:
+    """The next microbatches of a step: their shape, read off the first, and one iterator for each model chunk."""
+
+    def __init__(self, data: Iterable[Any], count: int, micro_batch_size: int | None, seq_length: int | None) -> None:
+        self.count, self._data = count, iter(data)
+        if micro_batch_size is None or seq_length is None:
+            first = self._next(0)
+            self._data = itertools.chain([first], self._data)
+            micro_batch_size = micro_batch_size or first["tokens"].shape[0]
+            seq_length = seq_length or first["tokens"].shape[1]
+        self.micro_batch_size: int = micro_batch_size
+        self.seq_length: int = seq_length
+
+    def _next(self, index: int) -> Any:
+        try:
+            return next(self._data)
+        except StopIteration:
+            raise RuntimeError(f"the data ended: {index} of this step's {self.count} microbatches were left") from None
+
+    def _take(self) -> Iterator[Any]:
+        for index in range(self.count):
+            yield self._next(index)
+
+    def iterators(self, chunks: int) -> list[Iterator[Any]]:
+        """One iterator per chunk, all over the same batches: each virtual stage sees every microbatch."""
+        return list(itertools.tee(self._take(), chunks))
+
+
+def _forward_backward(
+    state: TrainState, batches: _Microbatches, forward_step: ForwardStep, *, forward_only: bool
+) -> list[Report]:
+    """Run mcore's schedule; returns the reports of the microbatches, empty but on the last pipeline stage."""
+    config, groups, pp = state.config, state.groups, state.groups.pp.size()
+    vpp = config.virtual_pipeline_model_parallel_size
+    if vpp is not None and batches.count % pp:
+        raise ValueError(
+            f"num_microbatches ({batches.count}) is not a multiple of pipeline_model_parallel_size ({pp}), which "
+            f"virtual_pipeline_model_parallel_size ({vpp}) needs: change global_batch_size or micro_batch_size"
+        )
+    iterators = batches.iterators(len(state.chunks))
+    schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp)
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=state.chunks if len(state.chunks) > 1 else state.chunks[0],
+        num_microbatches=batches.count,
+        seq_length=batches.seq_length,
+        micro_batch_size=batches.micro_batch_size,
+        forward_only=forward_only,
+        p2p_communicator=P2PCommunicator(groups.pp, config) if pp > 1 else None,
+        pg_collection=groups,
+    )
