@@ -1,0 +1,79 @@
+"""minloop: a thin training-loop library over NVIDIA megatron-core.
+
+Functions to compose in plain Python: configs → groups → model chunks → DDP → optimizer → `TrainState` → step → checkpoint.
+"""
+
+from minloop.cpu import cpu_backend, light_mcore_import
+
+with light_mcore_import():
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    from minloop.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+    from minloop.config import build_config, build_ddp_config, build_optimizer_config, replace_layout
+    from minloop.data import (
+        Batch,
+        Loader,
+        build_byte_tokenizer,
+        build_dataset_config,
+        build_gpt_datasets,
+        build_loader,
+        build_mock_loader,
+        num_microbatches,
+        write_indexed,
+    )
+    from minloop.data_parallel import gathered_parameters, wrap_ddp
+    from minloop.distributed import init_distributed, is_first_rank, seed_ranks, shutdown_distributed
+    from minloop.losses import token_loss
+    from minloop.metrics import log_line
+    from minloop.model import ModelProvider, build_gpt_model, build_model, gpt_provider
+    from minloop.optimizer import build_optimizer, build_scheduler
+    from minloop.state import TrainState
+    from minloop.step import StepMetrics, eval_step, gpt_forward_step, train_step
+
+__all__ = [
+    "Batch",
+    "DistributedDataParallelConfig",
+    "GPTDatasetConfig",
+    "Loader",
+    "MLATransformerConfig",
+    "ModelProvider",
+    "OptimizerConfig",
+    "ProcessGroupCollection",
+    "StepMetrics",
+    "TrainState",
+    "TransformerConfig",
+    "build_byte_tokenizer",
+    "build_config",
+    "build_dataset_config",
+    "build_ddp_config",
+    "build_gpt_datasets",
+    "build_gpt_model",
+    "build_loader",
+    "build_mock_loader",
+    "build_model",
+    "build_optimizer",
+    "build_optimizer_config",
+    "build_scheduler",
+    "cpu_backend",
+    "eval_step",
+    "gathered_parameters",
+    "gpt_forward_step",
+    "gpt_provider",
+    "init_distributed",
+    "is_first_rank",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "log_line",
+    "num_microbatches",
+    "replace_layout",
+    "save_checkpoint",
+    "seed_ranks",
+    "shutdown_distributed",
+    "token_loss",
+    "train_step",
+    "write_indexed",
+]

@@ -1,0 +1,120 @@
+"""What a checkpoint holds: mcore's sharded state of model and optimizer, and beside it counters, random streams and records.
+
+Key names are Megatron-LM's (model or model0, model1, …; optimizer; opt_param_scheduler; rng_state; iteration); what it has
+no name for lies under "minloop".
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_graph_safe_cuda_rng_tracker
+from megatron.core.transformer import MegatronModule
+from megatron.core.utils import unwrap_model
+
+from minloop.state import TrainState
+
+ARCHITECTURE_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "gated_linear_unit",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "multi_latent_attention",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "mtp_num_layers",
+)
+MODEL_FIELDS = ("vocab_size", "max_sequence_length", "position_embedding_type", "share_embeddings_and_output_weights")
+"""What decides the shapes and meaning of the weights: fields of the config, and attributes of the model."""
+
+
+def architecture(state: TrainState) -> dict[str, Any]:
+    """The values that two models must share for one's weights to fit the other."""
+    model = unwrapped_models(state)[0]
+    fields = {name: getattr(state.config, name) for name in ARCHITECTURE_FIELDS}
+    fields |= {name: getattr(model, name) for name in MODEL_FIELDS if hasattr(model, name)}
+    function = state.config.activation_func
+    return fields | {"activation_func": getattr(function, "__name__", str(function))}
+
+
+def layout(state: TrainState) -> dict[str, int]:
+    """The sizes of this layout's groups."""
+    groups = state.groups
+    return {"tp": groups.tp.size(), "cp": groups.cp.size(), "pp": groups.pp.size(), "dp": groups.dp.size()}
+
+
+def optimizer_kind(state: TrainState) -> str:
+    """How mcore lays the optimizer's state out: "fp32", "float16" (DDP with fp32 master weights) or "distributed" (ZeRO-1)."""
+    if state.chunks[0].ddp_config.use_distributed_optimizer:
+        return "distributed"
+    return "float16" if state.config.bf16 or state.config.fp16 else "fp32"
+
+
+def save_metadata(state: TrainState) -> dict[str, Any]:
+    """mcore's switches for the form of a checkpoint; stored with it, since loading needs the same.
+
+    `fully_reshardable` is the one form of the distributed optimizer's state that another layout can read.
+    """
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if optimizer_kind(state) == "distributed":
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    return metadata
+
+
+def model_state(state: TrainState, metadata: dict[str, Any]) -> dict[str, Any]:
+    """mcore's sharded state dict of the chunks, under the names Megatron-LM gives them."""
+    metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
+    states = [model.sharded_state_dict(metadata=metadata) for model in unwrapped_models(state)]
+    return dict(zip(model_keys(state), states, strict=True))
+
+
+def unwrapped_models(state: TrainState) -> list[MegatronModule]:
+    """The models inside the chunks' wrappers, whose names are those in checkpoints."""
+    return [unwrap_model(chunk) for chunk in state.chunks]  # pyright: ignore[reportReturnType]
+
+
+def model_keys(state: TrainState) -> list[str]:
+    """Megatron-LM's key of each chunk."""
+    count = len(state.chunks)
+    return ["model"] if count == 1 else [f"model{index}" for index in range(count)]
+
+
+def optimizer_state(
+    state: TrainState, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
+    """mcore's sharded state dict of the optimizer, by the parameters in `model`."""
+    metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
+    return state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+
+
+def rng_state(state: TrainState) -> ShardedObject:
+    """This rank's random streams: torch's CPU and GPU generators and mcore's tracker. Each rank stores its own."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    streams = {
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": {name: convert_cuda_rng_state(value) for name, value in tracker.get_states().items()},
+    }
+    groups = state.groups
+    shape = (groups.pp.size(), groups.tp.size(), groups.dp_cp.size())
+    return ShardedObject("rng_state", streams, shape, (groups.pp.rank(), groups.tp.rank(), groups.dp_cp.rank()))
+
+
+def restore_rng_state(streams: dict[str, Any]) -> None:
+    """Set this rank's random streams to stored ones."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graph_safe = is_graph_safe_cuda_rng_tracker(tracker)
+    torch.set_rng_state(streams["torch_rng_state"])
+    torch.cuda.set_rng_state(streams["cuda_rng_state"])
+    tracker.set_states(
+        {name: convert_cuda_rng_state(value, to_graphable=graph_safe) for name, value in streams["rng_tracker_states"].items()}
+    )

@@ -1,0 +1,110 @@
+"""Loading a checkpoint into a training state of whatever layout."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from minloop.checkpoint import content, directory
+from minloop.checkpoint.optimizer_state import adapt_loaded, adapt_template, load_optimizer
+from minloop.checkpoint.save import Loaders, Positioned, named_loaders
+from minloop.data_parallel import gathered_parameters
+from minloop.messages import say_once, without_warnings
+from minloop.state import TrainState
+
+
+def load_checkpoint(
+    checkpoint: str | Path, state: TrainState, loader: Loaders = None, *, weights_only: bool = False
+) -> Path:
+    """Restore weights, optimizer, schedule, counters, random streams and data position into whatever layout `state` has.
+
+    Every rank calls it. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ from
+    those saved. Random streams belong to a layout: in another one they are left as they are, which is said once.
+
+    Args:
+        checkpoint: a checkpoint's directory, or the directory of a run's checkpoints: then the newest complete one.
+        loader: the loader or loaders to position, as in `save_checkpoint`.
+        weights_only: load the weights and nothing else, to begin another training from them; counters stay at zero.
+    Returns:
+        The directory loaded.
+    Raises:
+        FileNotFoundError: no complete checkpoint there.
+        ValueError: the checkpoint is of another architecture; the message names the fields.
+    """
+    source = directory.resolve(checkpoint)
+    with without_warnings():
+        common = load_common_state_dict(source)
+    saved: dict[str, Any] = common.get("minloop", {})
+    _check_architecture(source, saved, state)
+    metadata: dict[str, Any] = common.get("content_metadata") or content.save_metadata(state)
+    with gathered_parameters(state.chunks), torch.no_grad():
+        loaded = _load_sharded(source, state, saved, metadata, weights_only=weights_only)
+        for key, model in zip(content.model_keys(state), content.unwrapped_models(state), strict=True):
+            _load_model(model, loaded[key])
+        if weights_only:
+            state.optimizer.reload_model_params()
+        else:
+            load_optimizer(state, loaded["optimizer"])
+    if not weights_only:
+        _restore_the_rest(state, loaded, saved, dict(named_loaders(loader)))
+    return source
+
+
+def _load_sharded(
+    source: Path, state: TrainState, saved: dict[str, Any], metadata: dict[str, Any], *, weights_only: bool
+) -> dict[str, Any]:
+    template = content.model_state(state, metadata)
+    kind, saved_kind = content.optimizer_kind(state), saved.get("optimizer_kind", content.optimizer_kind(state))
+    if not weights_only:
+        own = metadata | content.save_metadata(state)
+        template["optimizer"] = content.optimizer_state(state, dict(template), own, is_loading=True)
+        adapt_template(template["optimizer"], kind, saved_kind)
+        if saved.get("layout") == content.layout(state):
+            template["rng_state"] = content.rng_state(state)
+    with without_warnings():
+        loaded, missing, _ = dist_checkpointing.load(template, str(source), strict=StrictHandling.RETURN_ALL)
+    # Layers' extra state (Transformer Engine's scaling factors) exists only where such layers saved it.
+    if missing := sorted(key for key in missing if not key.endswith("_extra_state")):
+        raise ValueError(f"{source} lacks {len(missing)} tensors that this model has: {', '.join(missing[:5])}, …")
+    if not weights_only:
+        loaded["optimizer"] = adapt_loaded(loaded["optimizer"], state, kind, saved_kind)
+    return loaded
+
+
+def _load_model(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
+    if wrong:
+        raise ValueError(f"the checkpoint's weights do not match the model at: {', '.join(wrong[:5])}")
+
+
+def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) -> None:
+    theirs, ours = saved.get("architecture", {}), content.architecture(state)
+    differing = [f"{name}: {theirs[name]} saved, {ours[name]} here" for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    if differing:
+        raise ValueError(f"{source} is of another architecture ({'; '.join(differing)}): build the model it was saved from")
+
+
+def _restore_the_rest(
+    state: TrainState, loaded: dict[str, Any], saved: dict[str, Any], loaders: dict[str, Positioned]
+) -> None:
+    state.iteration = loaded["iteration"]
+    state.consumed_samples = saved.get("consumed_samples", 0)
+    state.skipped_iterations = saved.get("skipped_iterations", 0)
+    if state.scheduler is not None and "opt_param_scheduler" in loaded:
+        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    positions = saved.get("loaders", {})
+    for name, loader in loaders.items():
+        if name not in positions:
+            raise ValueError(f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}")
+        loader.load_state_dict(positions[name])
+    if "rng_state" in loaded:
+        content.restore_rng_state(loaded["rng_state"])
+    else:
+        say_once(
+            f"the random streams were not carried over: saved in layout {saved.get('layout')}, loaded in "
+            f"{content.layout(state)}; dropout will draw other masks"
+        )
