@@ -1,0 +1,187 @@
+"""mcore's datasets: a config with the fields set that training wants, mock data, and indexed text with its blends."""
+
+import copy
+import importlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, TopLevelDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.utils.data import Subset
+
+from minloop.data.loader import Loader, build_loader
+from minloop.data.text import Tokenizer, build_null_tokenizer
+from minloop.messages import without_log_lines
+
+
+def build_dataset_config(
+    *,
+    sequence_length: int,
+    vocab_size: int | None = None,
+    tokenizer: Any = None,
+    random_seed: int = 1234,
+    **fields: Any,
+) -> GPTDatasetConfig:
+    """Return mcore's `GPTDatasetConfig`; `fields` are its other fields and win over what is chosen here.
+
+    Chosen: no attention mask in the batch (the attention kernels mask causally by themselves), attention and positions
+    running on across documents, loss at the end-of-document token too. Without `blend` or `blend_per_split` it is a
+    config for mock data.
+
+    Args:
+        sequence_length: tokens per sample.
+        vocab_size: instead of a tokenizer, for data that is ids only: mock, or tokenized elsewhere. The end-of-document
+            id is then vocab_size - 1.
+        tokenizer: an mcore tokenizer, such as `build_byte_tokenizer()`.
+        random_seed: decides the order in which `GPTDataset` reads documents and samples.
+    Raises:
+        ValueError: neither or both of vocab_size and tokenizer, or `reset_attention_mask` without a mask to reset.
+    """
+    if (vocab_size is None) == (tokenizer is None):
+        raise ValueError(f"give one of vocab_size ({vocab_size}) and tokenizer ({tokenizer})")
+    if vocab_size is not None:
+        tokenizer = build_null_tokenizer(vocab_size)
+    chosen: dict[str, Any] = {
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "create_attention_mask": False,
+    }
+    config = GPTDatasetConfig(
+        random_seed=random_seed, sequence_length=sequence_length, tokenizer=tokenizer, **{**chosen, **fields}
+    )
+    if config.reset_attention_mask and not config.create_attention_mask:
+        raise ValueError(
+            "reset_attention_mask=True has no effect with create_attention_mask=False: set create_attention_mask=True, "
+            "or leave reset_attention_mask out"
+        )
+    return config
+
+
+def check_vocab_size(dataset_config: GPTDatasetConfig, vocab_size: int) -> None:
+    """Raise ValueError if the tokenizer has ids which a model with `vocab_size` does not."""
+    tokenizer_vocab_size = cast(Tokenizer, dataset_config.tokenizer).vocab_size
+    if tokenizer_vocab_size > vocab_size:
+        raise ValueError(
+            f"vocab_size ({vocab_size}) is smaller than the tokenizer's ({tokenizer_vocab_size}): build the model with "
+            f"vocab_size={tokenizer_vocab_size} or more"
+        )
+
+
+def build_mock_dataset(
+    dataset_config: GPTDatasetConfig, num_samples: int | None = None
+) -> MockGPTDataset | Subset[dict[str, torch.Tensor]]:
+    """Return mcore's mock data, documents of ids that count upward: easy to learn, and the same on every rank.
+
+    It is built in memory in well under a second, without a file or a collective.
+
+    Args:
+        num_samples: exactly so many samples, for instance few of them to learn by heart; None for one epoch.
+    Raises:
+        ValueError: the config names files in `blend` or `blend_per_split`.
+        RuntimeError: mcore's compiled helper is missing.
+    """
+    if not dataset_config.mock:
+        raise ValueError("blend or blend_per_split is set: leave both out for mock data, or use build_gpt_datasets")
+    _import_compiled_helper()
+    # Not through mcore's builder: it lets the world's ranks wait for each other, to share files that mock data has not.
+    config = copy.copy(dataset_config)
+    config.path_to_cache = None
+    documents = MockGPTDataset.build_low_level_dataset(None, config)
+    indices = numpy.arange(len(documents), dtype=numpy.int32)
+    with without_log_lines("megatron.core.datasets.gpt_dataset", "because path_to_cache is None"):
+        # None is one epoch, though mcore annotates an int.
+        dataset = MockGPTDataset(documents, None, indices, cast(int, num_samples), Split.train, config)
+    return dataset if num_samples is None else Subset(dataset, range(num_samples))
+
+
+def build_mock_loader(
+    dataset_config: GPTDatasetConfig,
+    groups: ProcessGroupCollection,
+    *,
+    micro_batch_size: int,
+    num_samples: int | None = None,
+    vocab_size: int | None = None,
+    **loader_options: Any,
+) -> Loader:
+    """`build_loader` over `build_mock_dataset`; `loader_options` are the other arguments of `build_loader`.
+
+    Raises:
+        ValueError: as these two, or the model's `vocab_size`, if given, is smaller than the tokenizer's.
+        RuntimeError: mcore's compiled helper is missing.
+    """
+    if vocab_size is not None:
+        check_vocab_size(dataset_config, vocab_size)
+    dataset = build_mock_dataset(dataset_config, num_samples)
+    return build_loader(dataset, groups, micro_batch_size=micro_batch_size, **loader_options)
+
+
+def build_gpt_datasets(
+    dataset_config: GPTDatasetConfig,
+    num_samples: tuple[int | None, int | None, int | None],
+    *,
+    vocab_size: int | None = None,
+) -> tuple[TopLevelDataset | None, TopLevelDataset | None, TopLevelDataset | None]:
+    """Return the train, valid and test datasets of indexed text (.bin and .idx files), None for a split of part 0.
+
+    With several ranks, call it on all of them: mcore lets global rank 0 write the sample indices to
+    `dataset_config.path_to_cache` (default: a directory `<prefix>/cache`), then all ranks of the default group meet in
+    a barrier, then the others read. So that directory must be one that all ranks see. The cache is keyed on the config
+    and the path of the files, not on their content: use a new prefix for new data.
+
+    Args:
+        num_samples: at least so many samples of each split, by repeating its documents; None for one epoch.
+        vocab_size: the model's, if it is to be compared with the tokenizer's.
+    Raises:
+        ValueError: no `blend` in the config, a split without documents, or `vocab_size` smaller than the tokenizer's.
+        RuntimeError: mcore's compiled helper is missing.
+    """
+    if dataset_config.mock:
+        raise ValueError("neither blend nor blend_per_split is set: name the files, or use build_mock_dataset")
+    if vocab_size is not None:
+        check_vocab_size(dataset_config, vocab_size)
+    _import_compiled_helper()
+    _check_splits(dataset_config)
+    sizes = cast("list[int]", list(num_samples))
+    datasets = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
+    for dataset in _gpt_datasets(datasets):
+        # The cached loss mask is the first sample's own, which mcore then zeroes in place where that sample is padded:
+        # with drop_last_partial_validation_sequence=False every later sample could lose the same tokens.
+        dataset.masks_and_position_ids_are_cacheable = False
+    train, valid, test = datasets
+    return train, valid, test
+
+
+def _gpt_datasets(datasets: Any) -> Iterator[GPTDataset]:
+    """Every `GPTDataset` in the builder's result: one per split, or a blend, or a list (multiple_validation_sets)."""
+    for dataset in datasets:
+        if isinstance(dataset, GPTDataset):
+            yield dataset
+        elif dataset is not None:
+            yield from _gpt_datasets(dataset if isinstance(dataset, list) else dataset.datasets)
+
+
+def _check_splits(config: GPTDatasetConfig) -> None:
+    """Refuse a split to which rounding leaves no document: mcore would count its epochs for ever."""
+    for prefix in config.blend[0] if config.blend else ():
+        documents = len(GPTDataset.build_low_level_dataset(prefix, config))
+        for split, bounds in zip(Split, config.split_matrix or (), strict=False):
+            if bounds and round(bounds[0] * documents) == round(bounds[1] * documents):
+                raise ValueError(
+                    f"split={config.split!r} leaves no document for {split.name}, as {prefix} has {documents}: give "
+                    "that part 0, or a larger share, or write more documents"
+                )
+
+
+def _import_compiled_helper() -> None:
+    try:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError as error:
+        raise RuntimeError(
+            f"megatron-core's compiled dataset helper does not import ({error}): install the megatron-core wheel made "
+            "for this Python version and machine; a source tree needs it built (make -C megatron/core/datasets)"
+        ) from error

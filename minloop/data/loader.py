@@ -1,0 +1,245 @@
+"""Batches in an order that does not depend on how many ranks read them, with a position to resume from.
+
+The samples form one sequence: epoch after epoch of the dataset, each reshuffled if asked. Of every micro_batch_size ×
+data parallel size consecutive samples, data parallel rank r takes the r-th micro batch, as in Megatron-LM. So a global
+batch holds the same samples under any data parallel size and micro batch size, and the number of samples consumed is
+all that a run has to remember.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import numpy
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch.utils.data import DataLoader, Dataset
+
+Batch = dict[str, torch.Tensor]
+"""`tokens`, `labels`, `position_ids`: int64 [b, s]; `loss_mask`: float32 [b, s]; optionally `attention_mask`: bool
+[b, 1, s, s], True where attention is forbidden. b: micro batch size; s: the full sequence, on every rank."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which samples make the micro batches of one data parallel rank."""
+
+    dataset_length: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    shuffle: bool
+    seed: int
+    wrap: bool
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size ({self.micro_batch_size}) must be positive")
+        if self.dataset_length < self.chunk_size:
+            raise ValueError(
+                f"the dataset has {self.dataset_length} samples, fewer than micro_batch_size "
+                f"({self.micro_batch_size}) × data parallel size ({self.data_parallel_size}) = {self.chunk_size}: use "
+                "a larger dataset, a smaller micro batch or fewer data parallel ranks"
+            )
+
+    @property
+    def chunk_size(self) -> int:
+        """Samples that all data parallel ranks take together, one micro batch each."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    def batches(self, consumed_samples: int) -> Iterator[list[int]]:
+        """Yield the dataset indices of this rank's micro batches, beginning after `consumed_samples` samples."""
+        order: Sequence[int] | numpy.ndarray = range(self.dataset_length)
+        drawn = None
+        for chunk in itertools.count(consumed_samples, self.chunk_size):
+            if not self.wrap and chunk + self.chunk_size > self.dataset_length:
+                return
+            first = chunk + self.data_parallel_rank * self.micro_batch_size
+            batch: list[int] = []
+            for position in range(first, first + self.micro_batch_size):
+                epoch, index = divmod(position, self.dataset_length)
+                if self.shuffle and epoch != drawn:
+                    order, drawn = self._shuffled(epoch), epoch
+                batch.append(int(order[index]))
+            yield batch
+
+    def _shuffled(self, epoch: int) -> numpy.ndarray:
+        # numpy promises that RandomState's streams never change. default_rng's may, and then no run could be resumed.
+        return numpy.random.RandomState([self.seed, epoch]).permutation(self.dataset_length)
+
+
+class Loader:
+    """An iterator of `Batch` that knows its position; made by `build_loader`."""
+
+    def __init__(
+        self, dataset: Dataset[Any], order: SampleOrder, *, consumed_samples: int = 0, num_workers: int = 0
+    ) -> None:
+        if consumed_samples < 0:
+            raise ValueError(f"consumed_samples ({consumed_samples}) must not be negative")
+        self._dataset = dataset
+        self._order = order
+        self._consumed_samples = consumed_samples
+        self._num_workers = num_workers
+        self._batches: Iterator[Batch] | None = None
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples handed out so far over all data parallel ranks; those that workers have prefetched do not count."""
+        return self._consumed_samples
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = self._start()
+        batch = next(self._batches)
+        self._consumed_samples += self._order.chunk_size
+        return batch
+
+    def _start(self) -> Iterator[Batch]:
+        # The DataLoader draws its workers' seeds from `generator`. Left out, it would draw from torch's default
+        # generator, which on the CPU backend is also the model's: dropout would depend on when the data was read.
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=self._order.batches(self._consumed_samples),
+            num_workers=self._num_workers,
+            generator=torch.Generator().manual_seed(self._order.seed),
+            pin_memory=torch.cuda.is_available(),
+        )
+        return cast("Iterator[Batch]", iter(loader))
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is a position in: the same on every rank, and for every layout."""
+        return {"consumed_samples": self._consumed_samples, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue exactly after the position in `state`, which may come from another layout or micro batch size.
+
+        Raises:
+            ValueError: `state` is a position in another sequence of samples; the differing fields are named.
+        """
+        differing = [
+            f"{name}: {state.get(name)} saved, {value} here"
+            for name, value in self._identity().items()
+            if state.get(name) != value
+        ]
+        if differing:
+            raise ValueError(
+                f"the saved data position is one in other data ({'; '.join(differing)}): build the loader as it was, "
+                "or choose a position in this one by build_loader(consumed_samples=...) and do not load the saved one"
+            )
+        self._consumed_samples = state["consumed_samples"]
+        self._batches = None
+
+    def _identity(self) -> dict[str, int]:
+        shuffle_seed = {"seed": self._order.seed} if self._order.shuffle else {}
+        return {"dataset_length": self._order.dataset_length, "shuffle": int(self._order.shuffle), **shuffle_seed}
+
+
+def build_loader(
+    dataset: Dataset[Any],
+    groups: ProcessGroupCollection,
+    *,
+    micro_batch_size: int,
+    consumed_samples: int = 0,
+    shuffle: bool = False,
+    seed: int = 0,
+    wrap: bool = True,
+    num_workers: int = 0,
+) -> Loader:
+    """Return the loader of this rank's micro batches, on the CPU (in pinned memory if there is a GPU).
+
+    Every rank reads for itself, and all ranks of one data parallel index read the same: the order is a function of the
+    arguments alone. So no broadcast delays a step (ranks of a node share the pages that they read), and on pipeline
+    stages that need no tokens the position advances as everywhere.
+
+    Args:
+        dataset: a map-style dataset with a length, whose samples are dicts of tensors without the [b] of `Batch`.
+        micro_batch_size: samples per batch, on one data parallel rank.
+        consumed_samples: where to begin, in samples over all data parallel ranks.
+        shuffle: read every epoch in another order, a permutation drawn from `seed` and the epoch. `GPTDataset` has
+            shuffled its samples already.
+        wrap: after the last sample go on with the next epoch, in mid-batch if need be, for ever. Otherwise stop when
+            fewer than micro_batch_size × data parallel size samples are left, after the same batch on every rank.
+        num_workers: processes that read ahead; 0 reads when asked. It has no influence on what is read.
+    Raises:
+        ValueError: micro_batch_size is not positive, consumed_samples is negative, or the dataset is smaller than
+            micro_batch_size × data parallel size.
+    """
+    order = SampleOrder(
+        dataset_length=len(cast(Sized, dataset)),
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=groups.dp.rank(),
+        data_parallel_size=groups.dp.size(),
+        shuffle=shuffle,
+        seed=seed,
+        wrap=wrap,
+    )
+    return Loader(dataset, order, consumed_samples=consumed_samples, num_workers=num_workers)
+
+
+def num_microbatches(global_batch_size: int, micro_batch_size: int, groups: ProcessGroupCollection) -> int:
+    """Return how many micro batches each data parallel rank takes for one global batch, both sizes in samples.
+
+    Raises:
+        ValueError: the global batch is not a multiple of micro_batch_size × data parallel size.
+    """
+    data_parallel_size = groups.dp.size()
+    if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * data_parallel_size):
+        raise ValueError(
+            f"global_batch_size ({global_batch_size}) must be a positive multiple of micro_batch_size "
+            f"({micro_batch_size}) × data parallel size ({data_parallel_size})"
+        )
+    return global_batch_size // (micro_batch_size * data_parallel_size)
+
+
+def slice_batch_for_context_parallel(batch: Batch, groups: ProcessGroupCollection) -> Batch:
+    """Return this context parallel rank's part of the sequence: of 2 × size chunks, the rank-th from each end.
+
+    [b, s] becomes [b, s / size]; `attention_mask` [b, 1, s, s] becomes [b, 1, s / size, s]; per-sample values [b] stay.
+    `batch` itself is left as it is.
+
+    Raises:
+        ValueError: s is not a multiple of 2 × context parallel size, or the batch is packed (`cu_seqlens`).
+    """
+    size, sequence_length = groups.cp.size(), batch["tokens"].size(1)
+    if size == 1:
+        return batch
+    if sequence_length % (2 * size):
+        raise ValueError(
+            f"the sequence length ({sequence_length}) must be a multiple of 2 × context parallel size ({size})"
+        )
+    if "cu_seqlens" in batch:
+        raise ValueError(
+            f"the batch has cu_seqlens (inter_document_masking=True) and the context parallel size is {size}: packed "
+            "sequences are not sliced here, use one of the two"
+        )
+    per_sample = {name: value for name, value in batch.items() if value.dim() < 2}
+    per_token = {name: value for name, value in batch.items() if value.dim() >= 2}
+    return {**get_batch_on_this_cp_rank(per_token, is_hybrid_cp=False, cp_group=groups.cp), **per_sample}
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy a batch to `device`; from pinned memory, as `Loader` gives it, without waiting for the copy."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def check_token_ids(batch: Batch, vocab_size: int) -> None:
+    """Refuse a batch, still on the CPU, with an id that the embedding or the loss does not know.
+
+    Unchecked, such an id is a device-side assertion on a GPU, and with tensor parallelism silently an embedding of
+    zeros. Labels whose loss is masked are free.
+
+    Raises:
+        ValueError: naming the lowest and the highest id, and `vocab_size`.
+    """
+    ids = torch.cat([batch["tokens"].flatten(), batch["labels"][batch["loss_mask"] > 0]])
+    lowest, highest = (int(bound) for bound in ids.aminmax())
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"the batch has token ids from {lowest} to {highest}, but vocab_size is {vocab_size}: build the model with "
+            "the tokenizer's vocab_size, above every id; where a label is to be ignored, set loss_mask to 0"
+        )
