@@ -52,7 +52,7 @@ def build_optimizer(
             **mcore_options,
         )
         optimizer.zero_grad()
-    prepare_adam_state(optimizer)
+    prepare_optimizer_state(optimizer)
     return optimizer
 
 
@@ -63,29 +63,36 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer
             yield inner
 
 
-def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """torch's own Adam instances inside `optimizer`: what mcore falls back to without Transformer Engine and apex."""
-    for inner in inner_optimizers(optimizer):
-        if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            yield inner.optimizer
+def is_torch_adam(optimizer: object) -> bool:
+    """Whether this is torch's own Adam: what mcore falls back to without Transformer Engine and apex."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 @torch.no_grad()
-def prepare_adam_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's Adam the state that mcore expects to find: moments, and a step of its own for every parameter.
+def prepare_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Give torch's own Adam and SGD the state that mcore's checkpoints expect to find; existing values stay.
 
     mcore's distributed optimizer asserts one common step, which a never-stepped Adam lacks (no checkpoint before the first
-    step), and after loading lets all parameters share one step tensor, which each of them then increments.
+    step), and after loading lets all parameters share one step tensor, which each of them then increments. For SGD mcore
+    has no function that creates the momentum. Zeros are what the first step would begin with.
     """
-    for adam in torch_adams(optimizer):
-        for group in adam.param_groups:
+    for outer in inner_optimizers(optimizer):
+        inner = outer.optimizer
+        for group in inner.param_groups:
             for parameter in group["params"]:
-                state = adam.state[parameter]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                step = state.get("step", 0.0)
-                state["step"] = torch.as_tensor(step, dtype=torch.float32).clone()
+                state = inner.state[parameter]
+                if is_torch_adam(inner):
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        state.setdefault(moment, torch.zeros_like(parameter))
+                    state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
+                elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                    state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+        if getattr(outer, "init_state_fn", None) is None:
+            outer.init_state_fn = _state_exists
+
+
+def _state_exists(optimizer: object, config: object = None) -> None:
+    """mcore's `init_state_fn` where `prepare_optimizer_state` has done its work already."""
 
 
 def build_scheduler(

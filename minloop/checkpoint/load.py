@@ -40,6 +40,8 @@ def load_checkpoint(
     saved: dict[str, Any] = common.get("minloop", {})
     _check_architecture(source, saved, state)
     metadata: dict[str, Any] = common.get("content_metadata") or content.save_metadata(state)
+    kind = content.optimizer_kind(state)
+    saved_kind: str = saved.get("optimizer_kind", kind)
     with gathered_parameters(state.chunks), torch.no_grad():
         loaded = _load_sharded(source, state, saved, metadata, weights_only=weights_only)
         for key, model in zip(content.model_keys(state), content.unwrapped_models(state), strict=True):
@@ -47,7 +49,7 @@ def load_checkpoint(
         if weights_only:
             state.optimizer.reload_model_params()
         else:
-            load_optimizer(state, loaded["optimizer"])
+            load_optimizer(state, adapt_loaded(loaded["optimizer"], state, kind, saved_kind), kind, saved_kind)
     if not weights_only:
         _restore_the_rest(state, loaded, saved, dict(named_loaders(loader)))
     return source
@@ -57,20 +59,19 @@ def _load_sharded(
     source: Path, state: TrainState, saved: dict[str, Any], metadata: dict[str, Any], *, weights_only: bool
 ) -> dict[str, Any]:
     template = content.model_state(state, metadata)
-    kind, saved_kind = content.optimizer_kind(state), saved.get("optimizer_kind", content.optimizer_kind(state))
     if not weights_only:
         own = metadata | content.save_metadata(state)
         template["optimizer"] = content.optimizer_state(state, dict(template), own, is_loading=True)
-        adapt_template(template["optimizer"], kind, saved_kind)
+        kind = content.optimizer_kind(state)
+        adapt_template(template["optimizer"], kind, saved.get("optimizer_kind", kind))
         if saved.get("layout") == content.layout(state):
             template["rng_state"] = content.rng_state(state)
     with without_warnings():
-        loaded, missing, _ = dist_checkpointing.load(template, str(source), strict=StrictHandling.RETURN_ALL)
+        # mcore calls "unexpected" what is asked for and not in the checkpoint
+        loaded, _, lacking = dist_checkpointing.load(template, str(source), strict=StrictHandling.RETURN_ALL)
     # Layers' extra state (Transformer Engine's scaling factors) exists only where such layers saved it.
-    if missing := sorted(key for key in missing if not key.endswith("_extra_state")):
-        raise ValueError(f"{source} lacks {len(missing)} tensors that this model has: {', '.join(missing[:5])}, …")
-    if not weights_only:
-        loaded["optimizer"] = adapt_loaded(loaded["optimizer"], state, kind, saved_kind)
+    if lacking := sorted(key for key in lacking if "_extra_state" not in key):
+        raise ValueError(f"{source} lacks {len(lacking)} tensors that this state has: {', '.join(lacking[:5])}, …")
     return loaded
 
 

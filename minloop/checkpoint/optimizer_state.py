@@ -11,10 +11,11 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
-from minloop.optimizer import inner_optimizers, prepare_adam_state
+from minloop.optimizer import inner_optimizers, is_torch_adam, prepare_optimizer_state
 from minloop.state import TrainState
 
 MASTER_WEIGHT_PREFIX = {
@@ -25,15 +26,18 @@ MASTER_WEIGHT_PREFIX = {
 
 
 def adapt_template(template: dict[str, Any], kind: str, saved_kind: str) -> None:
-    """Make the template of one form ask for the master weights where another form stored them, in place."""
+    """Make the template of one form ask for the master weights where another form stored them, in place.
+
+    Where the saved weights were themselves the master weights, nothing is asked for: `load_optimizer` copies the weights.
+    """
     if kind in (saved_kind, "fp32"):
         return
     ours, theirs = MASTER_WEIGHT_PREFIX[kind], MASTER_WEIGHT_PREFIX[saved_kind]
 
     def rename(leaf: Any) -> Any:
-        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.key.startswith(ours):
-            return replace(leaf, key=theirs + leaf.key.removeprefix(ours))
-        return leaf
+        if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or not leaf.key.startswith(ours):
+            return leaf
+        return replace(leaf, key=theirs + leaf.key.removeprefix(ours)) if theirs else LocalNonpersistentObject(leaf.data)
 
     dict_list_map_inplace(rename, template)
 
@@ -42,41 +46,50 @@ def adapt_loaded(loaded: dict[Any, Any], state: TrainState, kind: str, saved_kin
     """Give what was loaded the form this optimizer reads: settings and step come from the checkpoint, tensors from the template."""
     if kind == saved_kind:
         return loaded
-    count = len(list(inner_optimizers(state.optimizer)))
-    parts = [loaded] if count == 1 else [loaded[index] for index in range(count)]
-    for part in parts:
+    for part in _parts(loaded, state):
         groups, step = _settings_and_step(part, saved_kind)
         if kind == "distributed":
             part["optimizer"] = {"param_groups": [group | {"step": step} for group in groups]}
             part["param_state_sharding_type"] = "fully_reshardable"
             continue
         inner = part["optimizer"] if kind == "float16" else part
-        inner["param_groups"] = groups
-        inner["state"]["common_step"] = step
+        own = [group["params"] for group in inner["param_groups"]]  # this rank's numbering, kept by the template
+        inner["param_groups"] = [group | {"params": params} for group, params in zip(groups, own, strict=True)]
+        inner["state"]["common_step"] = torch.tensor(step)
     return loaded
 
 
-def _settings_and_step(part: dict[Any, Any], saved_kind: str) -> tuple[list[dict[str, Any]], Any]:
+def _parts(loaded: dict[Any, Any], state: TrainState) -> list[dict[Any, Any]]:
+    """The part of each optimizer that mcore chained (dense and expert parameters have one each)."""
+    count = len(list(inner_optimizers(state.optimizer)))
+    return [loaded] if count == 1 else [loaded[index] for index in range(count)]
+
+
+def _settings_and_step(part: dict[Any, Any], saved_kind: str) -> tuple[list[dict[str, Any]], float]:
     holder = part if saved_kind == "fp32" else part["optimizer"]
     groups = copy.deepcopy(holder["param_groups"])
     if saved_kind == "distributed":
-        return groups, groups[0].pop("step")
-    return groups, holder["state"].pop("common_step", 0.0)
+        return groups, float([group.pop("step") for group in groups][0])
+    return groups, float(holder.get("state", {}).pop("common_step", 0.0))  # mcore leaves a step of 0 out
 
 
-def load_optimizer(state: TrainState, loaded: dict[Any, Any]) -> None:
-    """Load the optimizer's state; call it without gradient tracking.
+def load_optimizer(state: TrainState, loaded: dict[Any, Any], kind: str, saved_kind: str) -> None:
+    """Load the optimizer's state; call it after the weights, without gradient tracking.
 
-    Inside mcore's distributed optimizer, torch's Adam (no Transformer Engine, no apex) needs three things that mcore 0.19
-    does not do: its "step" tensors must be out of the way while moments are copied, tensors must be copied without
-    tracking, and afterwards every parameter must own its step.
+    Where mcore falls back to torch's Adam (no Transformer Engine, no apex), it needs what mcore 0.19 does not do. With
+    the distributed optimizer: its "step" tensors must be out of the way while moments are copied, tensors must be copied
+    without tracking, and afterwards every parameter must own its step. Otherwise: mcore leaves a step of 0 out.
     """
-    optimizers = list(inner_optimizers(state.optimizer))
-    parts = [loaded] if len(optimizers) == 1 else [loaded[index] for index in range(len(optimizers))]
-    for optimizer, part in zip(optimizers, parts, strict=True):
+    for optimizer, part in zip(inner_optimizers(state.optimizer), _parts(loaded, state), strict=True):
         if "param_state" not in part:
+            if is_torch_adam(optimizer.optimizer):
+                (part["optimizer"] if kind == "float16" else part)["state"].setdefault("common_step", torch.tensor(0.0))
             optimizer.load_state_dict(part)
             continue
+        if saved_kind == "fp32" != kind:  # the weights, just loaded, were the master weights
+            weights = [weight for buffer in optimizer.buffers for weight in buffer.param_index_map]  # mcore's numbering
+            for number, weight in enumerate(weights):
+                part["param_state"][number]["param"] = weight.detach()
         settings = {key: value for key, value in part.items() if key != "param_state"}
         optimizer.load_state_dict(settings)
         adam_states = list(optimizer.optimizer.state.values())
@@ -85,4 +98,6 @@ def load_optimizer(state: TrainState, loaded: dict[Any, Any]) -> None:
         for adam_state, step in zip(adam_states, steps, strict=True):
             if step is not None:
                 adam_state["step"] = step
-    prepare_adam_state(state.optimizer)
+    if saved_kind == "fp32" and kind == "float16":
+        state.optimizer.reload_model_params()
+    prepare_optimizer_state(state.optimizer)

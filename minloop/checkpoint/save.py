@@ -51,7 +51,13 @@ def save_checkpoint(checkpoints: str | Path, state: TrainState, loader: Loaders 
         The new checkpoint's directory.
     Raises:
         RuntimeError: on every rank, if the directory cannot be written.
+        ValueError: mcore cannot save this optimizer.
     """
+    if content.optimizer_kind(state) == "distributed" and state.optimizer.config.optimizer == "sgd":
+        raise ValueError(
+            "optimizer='sgd' with use_distributed_optimizer=True: mcore's distributed optimizer saves Adam's state only; use "
+            "optimizer='adam' or use_distributed_optimizer=False"
+        )
     final = directory.iteration_directory(checkpoints, state.iteration)
     metadata = content.save_metadata(state)
     unfinished = directory.begin(final)

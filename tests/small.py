@@ -1,0 +1,86 @@
+"""Small models and real text for the tests: two to four layers, hidden size 32, bytes of Python source as tokens."""
+
+import argparse
+import inspect
+from typing import Any
+
+import minloop
+import torch
+from torch.utils.data import Dataset
+
+VOCAB_SIZE, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32, 8, 2
+
+
+class Text(Dataset[dict[str, torch.Tensor]]):
+    """Windows of a standard library module's source, byte by byte; every sample counts another number of tokens."""
+
+    def __init__(self, length: int = 512) -> None:
+        self.bytes = torch.tensor(list(inspect.getsource(argparse).encode()), dtype=torch.int64)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        window = self.bytes[index * 61 % 40_000 :][: SEQUENCE_LENGTH + 1]
+        loss_mask = torch.ones(SEQUENCE_LENGTH)
+        loss_mask[: index % 7] = 0.0
+        return {
+            "tokens": window[:-1].contiguous(),
+            "labels": window[1:].contiguous(),
+            "loss_mask": loss_mask,
+            "position_ids": torch.arange(SEQUENCE_LENGTH),
+        }
+
+
+def small_config(**fields: Any) -> minloop.TransformerConfig:
+    defaults: dict[str, Any] = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    return minloop.build_config(**(defaults | fields))
+
+
+def small_state(
+    *,
+    seed: int = 1,
+    lr: float = 5e-3,
+    ddp: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    gpt: dict[str, Any] | None = None,
+    scheduler: dict[str, Any] | None = None,
+    **fields: Any,
+) -> minloop.TrainState:
+    """Initialise the groups and build a training state; `fields` go to the `TransformerConfig`."""
+    config = small_config(**fields)
+    ddp_config = minloop.build_ddp_config(config, **(ddp or {}))
+    groups = minloop.init_distributed(
+        config, seed=seed, num_distributed_optimizer_instances=ddp_config.num_distributed_optimizer_instances
+    )
+    chunks = minloop.build_gpt_model(
+        config, groups, vocab_size=VOCAB_SIZE, max_sequence_length=SEQUENCE_LENGTH, **(gpt or {})
+    )
+    chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=lr, **(optimizer or {}))
+    built = minloop.build_optimizer(chunks, optimizer_config, groups)
+    schedule = None
+    if scheduler is not None:
+        schedule = minloop.build_scheduler(built, global_batch_size=GLOBAL_BATCH_SIZE, **scheduler)
+    return minloop.TrainState(chunks, built, schedule, config, groups)
+
+
+def text_loader(state: minloop.TrainState, micro_batch_size: int = MICRO_BATCH_SIZE) -> minloop.Loader:
+    return minloop.build_loader(Text(), state.groups, micro_batch_size=micro_batch_size)
+
+
+def train(
+    state: minloop.TrainState, loader: minloop.Loader, steps: int, micro_batch_size: int = MICRO_BATCH_SIZE
+) -> list[tuple[float, float]]:
+    """Train; returns (loss, gradient norm) of each step."""
+    count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, micro_batch_size, state.groups)
+    metrics = [minloop.train_step(state, loader, num_microbatches=count) for _ in range(steps)]
+    return [(step.loss.item(), float(step.grad_norm or 0.0)) for step in metrics]

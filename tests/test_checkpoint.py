@@ -1,0 +1,215 @@
+"""Checkpoints: resume bit for bit, reshard element for element, refuse what does not fit, lose nothing."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import minloop
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from ranks import RankError, run_ranks
+from small import small_state, text_loader, train
+
+SHARDED = {"use_distributed_optimizer": True}
+SCHEDULE = {"train_iters": 8, "lr_warmup_iters": 3}
+
+
+def run(directory: str, options: dict[str, Any], steps: int, *, load: bool, save: bool) -> list[tuple[float, float]]:
+    """Build, perhaps load, train, perhaps save. The seed differs after a load: nothing may depend on it."""
+    state = small_state(seed=77 if load else 1, scheduler=SCHEDULE, **options)
+    loader = text_loader(state)
+    if load:
+        minloop.load_checkpoint(directory, state, loader)
+    history = train(state, loader, steps)
+    if save:
+        minloop.save_checkpoint(directory, state, loader)
+    minloop.shutdown_distributed()
+    return history
+
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "DDP, dropout": (2, DROPOUT),
+    "ZeRO-1, dropout": (2, {"ddp": SHARDED} | DROPOUT),
+    "ZeRO-1 bf16": (2, {"ddp": SHARDED, "bf16": True}),
+    "DDP fp16": (1, {"fp16": True, "optimizer": {"initial_loss_scale": 2.0**10}}),
+    "DDP bf16, TP2+SP, dropout": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True} | DROPOUT),
+    "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "CP2, dropout": (2, {"context_parallel_size": 2} | DROPOUT),
+    "SGD": (1, {"optimizer": {"optimizer": "sgd"}}),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_four_and_four_steps_are_eight(tmp_path: Path, case: str) -> None:
+    ranks, options = RESUMED[case]
+    straight = run_ranks(ranks, run, str(tmp_path), options, 8, load=False, save=False)
+    first = run_ranks(ranks, run, str(tmp_path), options, 4, load=False, save=True)
+    second = run_ranks(ranks, run, str(tmp_path), options, 4, load=True, save=False)
+    assert [a + b for a, b in zip(first, second, strict=True)] == straight
+
+
+SAVED = (2, {"tensor_model_parallel_size": 2})
+RESHARDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP1": (1, {}),
+    "TP4": (4, {"tensor_model_parallel_size": 4}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "DP2": (2, {}),
+    "TP2×DP2": (4, {"tensor_model_parallel_size": 2}),
+    "DP2 ZeRO-1": (2, {"ddp": SHARDED}),
+    "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+def load_and_save(source: str, target: str, options: dict[str, Any]) -> None:
+    state = small_state(seed=77, **options)
+    loader = text_loader(state)
+    minloop.load_checkpoint(source, state, loader)
+    minloop.save_checkpoint(target, state, loader)
+    minloop.shutdown_distributed()
+
+
+def differing_tensors(directories: list[str]) -> tuple[int, list[str]]:
+    """How many tensors the first checkpoint holds, and which are absent from or not equal in the second.
+
+    Master weights are compared with the weights: only ZeRO-1 stores them apart.
+    """
+    minloop.init_distributed(minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1), seed=1)
+    loaded = [dist_checkpointing.load_plain_tensors(str(minloop.latest_checkpoint(path))) for path in directories]
+    ours, theirs = ({key: x for key, x in tensors.items() if torch.is_tensor(x)} for tensors in loaded)
+    minloop.shutdown_distributed()
+    differing = [key for key, tensor in ours.items() if not torch.equal(tensor, theirs.get(key, torch.empty(0)))]
+    for key in theirs:
+        if key.startswith("optimizer.state.param.") and not torch.equal(theirs[key], ours[key.removeprefix("optimizer.state.param.")]):
+            differing.append(key)
+    return len(ours), differing
+
+
+@pytest.fixture(scope="module", params=["DDP", "ZeRO-1"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Four steps at TP2, saved, and the losses of the three steps after it in the same layout."""
+    ddp = {"ddp": SHARDED} if request.param == "ZeRO-1" else {}
+    directory = str(tmp_path_factory.mktemp("trained"))
+    ranks, options = SAVED
+    run_ranks(ranks, run, directory, options | ddp, 4, load=False, save=True)
+    return ddp, directory, run_ranks(ranks, run, directory, options | ddp, 3, load=True, save=False)[0]
+
+
+@pytest.mark.parametrize("layout", RESHARDED)
+def test_loads_into_another_layout(trained: Any, tmp_path: Path, layout: str) -> None:
+    ddp, directory, expected = trained
+    ranks, options = RESHARDED[layout]
+    options = ddp | options
+    run_ranks(ranks, load_and_save, directory, str(tmp_path), options)
+    ((count, differing),) = run_ranks(1, differing_tensors, [directory, str(tmp_path)])
+    assert count > 20
+    assert not differing
+    history = run_ranks(ranks, run, directory, options, 3, load=True, save=False)[0]
+    assert max(abs(a[0] - b[0]) for a, b in zip(history, expected, strict=True)) <= 1e-6
+
+
+def test_zero1_loads_into_ddp(tmp_path: Path) -> None:
+    run_ranks(2, run, str(tmp_path), {"ddp": SHARDED}, 4, load=False, save=True)
+    expected = run_ranks(2, run, str(tmp_path), {"ddp": SHARDED}, 3, load=True, save=False)[0]
+    history = run_ranks(2, run, str(tmp_path), {}, 3, load=True, save=False)[0]
+    assert max(abs(a[0] - b[0]) for a, b in zip(history, expected, strict=True)) <= 1e-6
+
+
+@pytest.mark.parametrize("kinds", [({"ddp": SHARDED}, {}), ({}, {"ddp": SHARDED})], ids=["to DDP", "to ZeRO-1"])
+def test_bf16_master_weights_change_kind(tmp_path: Path, kinds: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    saved, loaded = ({"bf16": True} | kind for kind in kinds)
+    run_ranks(2, run, str(tmp_path), saved, 4, load=False, save=True)
+    expected = run_ranks(2, run, str(tmp_path), saved, 3, load=True, save=False)[0]
+    history = run_ranks(2, run, str(tmp_path), loaded, 3, load=True, save=False)[0]
+    assert max(abs(a[0] - b[0]) for a, b in zip(history, expected, strict=True)) <= 1e-6
+
+
+def save_at_step_zero(directory: str) -> tuple[int, list[str]]:
+    state = small_state(ddp=SHARDED)
+    minloop.save_checkpoint(directory, state)
+    fresh = small_state(seed=9, ddp=SHARDED)
+    minloop.load_checkpoint(directory, fresh)
+    pairs = zip(state.chunks[0].named_parameters(), fresh.chunks[0].parameters(), strict=True)
+    differing = [name for (name, ours), theirs in pairs if not torch.equal(ours, theirs)]
+    minloop.shutdown_distributed()
+    return fresh.iteration, differing
+
+
+def test_saves_before_the_first_step(tmp_path: Path) -> None:
+    assert run_ranks(2, save_at_step_zero, str(tmp_path)) == [(0, [])] * 2
+
+
+def load_weights_only(directory: str) -> tuple[int, float, float]:
+    state = small_state(seed=77, bf16=True)
+    minloop.load_checkpoint(directory, state, weights_only=True)
+    moments = sum(float(s["exp_avg"].abs().sum()) for s in state.optimizer.chained_optimizers[0].optimizer.state.values())
+    history = train(state, text_loader(state), 1)
+    minloop.shutdown_distributed()
+    return state.iteration, moments, history[0][0]
+
+
+def test_weights_only_begins_anew(tmp_path: Path) -> None:
+    before = run_ranks(1, run, str(tmp_path), {"bf16": True}, 6, load=False, save=True)[0]
+    ((iteration, moments, loss),) = run_ranks(1, load_weights_only, str(tmp_path))
+    assert (iteration, moments) == (1, 0.0)
+    assert loss < before[0][0] - 0.5
+
+
+def test_the_latest_complete_checkpoint_counts(tmp_path: Path) -> None:
+    assert minloop.latest_checkpoint(tmp_path / "absent") is None
+    run_ranks(1, run, str(tmp_path), {}, 1, load=False, save=True)
+    complete = tmp_path / "iter_0000001"
+    assert minloop.latest_checkpoint(tmp_path) == complete
+    damaged = tmp_path / "iter_0000002"
+    shutil.copytree(complete, damaged)
+    (damaged / "metadata.json").unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert minloop.latest_checkpoint(tmp_path) == complete
+    (tmp_path / "iter_0000003.unfinished").mkdir()
+    assert minloop.latest_checkpoint(tmp_path) == complete
+
+
+def load_only(path: str, options: dict[str, Any]) -> None:
+    minloop.load_checkpoint(path, small_state(**options))
+
+
+def test_bad_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(1, run, str(tmp_path), {}, 1, load=False, save=True)
+    complete = tmp_path / "iter_0000001"
+    with pytest.raises(RankError, match=r"another architecture \(hidden_size: 32 saved, 64 here"):
+        run_ranks(1, load_only, str(tmp_path), {"hidden_size": 64})
+    with pytest.raises(RankError, match=r"not a directory"):
+        run_ranks(1, load_only, str(tmp_path / "absent"), {})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RankError, match=r"holds no complete checkpoint"):
+        run_ranks(1, load_only, str(tmp_path / "empty"), {})
+    (complete / "metadata.json").unlink()
+    with pytest.raises(RankError, match=r"is incomplete, it lacks metadata\.json"):
+        run_ranks(1, load_only, str(complete), {})
+
+
+def save_into(directory: str) -> None:
+    minloop.save_checkpoint(directory, small_state())
+
+
+def test_an_unwritable_directory_fails_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RankError, match=r"on rank 0: NotADirectoryError") as error:
+        run_ranks(2, save_into, str(tmp_path / "file"), timeout=60)
+    assert "rank 1 failed" in str(error.value)
+
+
+def save_twice(directory: str) -> list[str]:
+    state = small_state()
+    loader = text_loader(state)
+    train(state, loader, 1)
+    minloop.save_checkpoint(directory, state, loader)
+    minloop.save_checkpoint(directory, state, loader)
+    minloop.shutdown_distributed()
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+def test_saving_the_same_iteration_replaces_it(tmp_path: Path) -> None:
+    (names,) = run_ranks(1, save_twice, str(tmp_path))
+    assert names == ["iter_0000001", "latest_checkpointed_iteration.txt"]
