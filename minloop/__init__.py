@@ -27,6 +27,7 @@ with light_mcore_import():
     )
     from minloop.data_parallel import gathered_parameters, wrap_ddp
     from minloop.distributed import init_distributed, is_first_rank, seed_ranks, shutdown_distributed
+    from minloop.inference import forward_logits
     from minloop.losses import token_loss
     from minloop.metrics import log_line
     from minloop.model import ModelProvider, build_gpt_model, build_model, gpt_provider
@@ -60,6 +61,7 @@ __all__ = [
     "build_scheduler",
     "cpu_backend",
     "eval_step",
+    "forward_logits",
     "gathered_parameters",
     "gpt_forward_step",
     "gpt_provider",
@@ -75,5 +77,6 @@ __all__ = [
     "shutdown_distributed",
     "token_loss",
     "train_step",
+    "wrap_ddp",
     "write_indexed",
 ]

@@ -148,7 +148,9 @@ def _check_context_parallel(config: Any) -> None:
 
 def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> None:
     """Refuse a `DistributedDataParallelConfig` that mcore would accept and then not honour (see `build_ddp_config`)."""
-    if ddp_config.overlap_param_gather and not (ddp_config.use_distributed_optimizer and ddp_config.overlap_grad_reduce):
+    if ddp_config.overlap_param_gather and not (
+        ddp_config.use_distributed_optimizer and ddp_config.overlap_grad_reduce
+    ):
         raise ValueError(
             "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True, which are "
             f"{ddp_config.use_distributed_optimizer} and {ddp_config.overlap_grad_reduce}"

@@ -18,6 +18,7 @@ from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, 
 
 Config = TypeVar("Config", bound=TransformerConfig)
 
+
 def build_config(config_class: type[Config] = TransformerConfig, **fields: Any) -> Config:
     """Build mcore's `TransformerConfig` with the settings that are right and fast on this machine.
 
@@ -58,7 +59,9 @@ def _fusions(draft: SimpleNamespace) -> dict[str, bool]:
     return {
         "bias_activation_fusion": gelu or swiglu,
         "bias_dropout_fusion": True,
-        "apply_rope_fusion": use_transformer_engine() and not draft.rotary_interleaved and not draft.multi_latent_attention,
+        "apply_rope_fusion": use_transformer_engine()
+        and not draft.rotary_interleaved
+        and not draft.multi_latent_attention,
         "cross_entropy_loss_fusion": not draft.deterministic_mode,
     }
 
@@ -75,7 +78,10 @@ def replace_layout(config: Config, **changes: Any) -> Config:
     """
     fields: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
     dropped = {*HOOKS, "overlap_p2p_comm", "batch_p2p_comm"}
-    if changes.get("pipeline_model_parallel_size", config.pipeline_model_parallel_size) != config.pipeline_model_parallel_size:
+    if (
+        changes.get("pipeline_model_parallel_size", config.pipeline_model_parallel_size)
+        != config.pipeline_model_parallel_size
+    ):
         dropped |= {*STAGE_FIELDS}
     if changes.get("tensor_model_parallel_size", config.tensor_model_parallel_size) == 1:
         dropped |= {"sequence_parallel", "tp_comm_overlap"}

@@ -30,6 +30,8 @@ _MAKERS = (
 )
 _CPU = torch.device("cpu")
 _compile = torch.compile  # the real one, while torch.compile is _lazy_compile
+_handles: "list[CPUBackend]" = []  # the backend is on while there are any
+_undo = contextlib.ExitStack()
 _Changes = Iterator[tuple[Any, str, Any]]  # attributes to set: owner, name, value
 
 
@@ -61,9 +63,8 @@ def _tensor_changes() -> _Changes:
     to, kind = _on_cpu(torch.Tensor.to), torch.Tensor.type
 
     def cuda_kind(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not t.is_cpu:
-            return kind(t, *args, **kwargs)
-        return kind(t).replace("torch.", "torch.cuda.", 1)
+        answer = kind(t, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) and t.is_cpu else answer
 
     yield torch.Tensor, "to", lambda t, *args, **kwargs: to(t, *map(_cpu, args[:1]), *args[1:], **kwargs)
     yield torch.Tensor, "type", cuda_kind
@@ -81,11 +82,10 @@ class _Stream:
     def wait(self, *args: Any) -> None: ...
 
     record = synchronize = wait_event = wait_stream = wait
+    priority_range = staticmethod(lambda: (0, 0))
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
-
-    priority_range = staticmethod(lambda: (0, 0))
 
 
 class _Event(_Stream): ...
@@ -115,7 +115,7 @@ def _runtime_changes() -> _Changes:
 
 
 def _collective_changes() -> _Changes:
-    even_all_gather, even_reduce_scatter = dist.all_gather, dist.reduce_scatter
+    even_all_gather, even_reduce_scatter, plus = dist.all_gather, dist.reduce_scatter, dist.ReduceOp.SUM
 
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         rank = dist.get_rank(group)
@@ -128,9 +128,7 @@ def _collective_changes() -> _Changes:
             work.wait()
         return work if async_op else None
 
-    def reduce_scatter(
-        output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
+    def reduce_scatter(output: Any, input_list: Any, op: Any = plus, group: Any = None, async_op: bool = False) -> Any:
         rank = dist.get_rank(group)
         if rank < 0 or len({t.shape for t in input_list}) < 2:
             return even_reduce_scatter(output, input_list, op, group, async_op)
@@ -154,28 +152,23 @@ def _set(owner: Any, name: str, new: Any) -> Callable[[], None]:
     return functools.partial(setattr, owner, name, old) if own else functools.partial(delattr, owner, name)
 
 
-def _clear_dynamo_tables() -> None:
-    """Let dynamo, if some optimizer loaded it meanwhile, learn again which functions are torch's."""
-    if trace_rules := sys.modules.get("torch._dynamo.trace_rules"):
-        trace_rules.clear_lru_cache()
-
-
 def _switch_on() -> None:
     with torch.device("cpu"):
         torch.empty(0)  # the first `with device` makes torch list what heeds it: its own functions, not ours
     with contextlib.ExitStack() as undo:
-        undo.callback(_clear_dynamo_tables)
         for change in itertools.chain(_tensor_changes(), _runtime_changes(), _collective_changes()):
             undo.callback(_set(*change))
         undo.callback(_set(torch, "compile", _lazy_compile))
         # All that this logger says is that the CPU's generator moved while CUDA's was in use; they are one here.
         undo.callback(_set(logging.getLogger("megatron.core.tensor_parallel.random"), "disabled", True))
+        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")  # advice for a GPU
+        undo.callback(warnings.filters.remove, warnings.filters[0])
         if "torch._dynamo" in sys.modules:  # otherwise nothing can have been compiled
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         _undo.push(undo.pop_all())
 
 
-class CPUBackend:
+class CPUBackend(contextlib.AbstractContextManager["CPUBackend"]):
     """What `cpu_backend` returns: the backend is on until ``undo()``, or to the end of a ``with`` block."""
 
     def __init__(self) -> None:
@@ -195,16 +188,11 @@ class CPUBackend:
             _handles.remove(self)
             if not _handles:
                 _undo.close()
-
-    def __enter__(self) -> "CPUBackend":
-        return self
+                if trace_rules := sys.modules.get("torch._dynamo.trace_rules"):
+                    trace_rules.clear_lru_cache()  # a dynamo loaded meanwhile took ours for torch's
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
-
-
-_handles: list[CPUBackend] = []
-_undo = contextlib.ExitStack()
 
 
 def cpu_backend() -> CPUBackend:
@@ -246,17 +234,15 @@ def _lazy_compile(model: Any = None, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def light_mcore_import() -> Generator[None]:
-    """Around the first import of megatron.core, make it quick and quiet. Where there is CUDA, change nothing.
+    """Around the first import of megatron.core, make it quiet and, where there is no CUDA, quick.
 
     megatron.core decorates with torch.compile, which loads the compiler at once, and warns of each optional package
-    that is missing (Transformer Engine, Apex). In here the compiler waits for the first call of a decorated function
-    without `cpu_backend`, and these warnings are dropped. Not for several threads at once.
+    that is missing (Transformer Engine, Apex). In here these warnings are dropped, and without CUDA the compiler waits
+    for the first call of a decorated function without `cpu_backend`. Not for several threads at once.
     """
-    if torch.cuda.is_available():
-        yield
-        return
     with contextlib.ExitStack() as undo:
-        undo.callback(_set(torch, "compile", _lazy_compile))
+        if not torch.cuda.is_available():
+            undo.callback(_set(torch, "compile", _lazy_compile))
         undo.callback(_set(logging.getLogger("torch.utils.cpp_extension"), "disabled", True))
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")

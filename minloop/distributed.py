@@ -1,6 +1,7 @@
 """Process groups and seeds: the default group, mcore's groups, each rank's random streams; and the end of what began here."""
 
 import contextlib
+import functools
 import os
 import socket
 from datetime import timedelta
@@ -78,21 +79,29 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
     if on_gpu:
         _claim_gpu()
     backend = backend or ("nccl" if on_gpu else "gloo")
-    if not present:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if present:
+        store, rank, world_size = _rendezvous(*(os.environ[name] for name in LAUNCH_VARIABLES), timeout)
+        # A second init of the same processes must not read the addresses that the first one left in the store.
+        store = dist.PrefixStore(f"minloop/{store.add(f'minloop/inits of rank {rank}', 1)}", store)
     else:
-        try:
-            dist.init_process_group(backend, init_method="env://", timeout=timeout)
-        except dist.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
-                raise
-            raise RuntimeError(
-                f"MASTER_PORT {os.environ['MASTER_PORT']} is in use on {os.environ['MASTER_ADDR']}: another run holds it; "
-                "choose a free port"
-            ) from error
+        store, rank, world_size = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     undo.callback(_destroy_default_group)
     if on_gpu:
         _refuse_shared_gpu()
+
+
+@functools.cache
+def _rendezvous(rank: str, world_size: str, address: str, port: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Meet the other ranks; the store lives as long as the process, since a rank may join the next group early."""
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
+            raise
+        raise RuntimeError(
+            f"MASTER_PORT {port} is in use on {address}: another run holds it; choose a free port"
+        ) from error
 
 
 def _destroy_default_group() -> None:

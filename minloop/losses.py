@@ -30,9 +30,7 @@ def token_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Ten
     return total, tokens.to(torch.int32), {"lm loss": torch.stack([total.detach(), tokens])}
 
 
-def reduce_reports(
-    state: TrainState, reports: list[Report]
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def reduce_reports(state: TrainState, reports: list[Report]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Sum [sum, tokens] over microbatches, data and context parallel ranks; give every pipeline stage the result."""
     groups, last = state.groups, dist.get_process_group_ranks(state.groups.pp)[-1]
     names = _report_names(state, reports)

@@ -43,7 +43,7 @@ def build_optimizer(
                 f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with {expected}: use "
                 "build_optimizer_config, or give both the same value"
             )
-    with without_warnings():  # of experimental parts of mcore that it imports, and of its own access to .grad, once
+    with without_warnings():  # of experimental parts of mcore that it imports
         optimizer = get_megatron_optimizer(
             optimizer_config,
             list(chunks),  # pyright: ignore[reportArgumentType]
@@ -51,7 +51,6 @@ def build_optimizer(
             pg_collection=groups,
             **mcore_options,
         )
-        optimizer.zero_grad()
     prepare_optimizer_state(optimizer)
     return optimizer
 
@@ -68,7 +67,6 @@ def is_torch_adam(optimizer: object) -> bool:
     return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-@torch.no_grad()
 def prepare_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Give torch's own Adam and SGD the state that mcore's checkpoints expect to find; existing values stay.
 
@@ -80,6 +78,8 @@ def prepare_optimizer_state(optimizer: MegatronOptimizer) -> None:
         inner = outer.optimizer
         for group in inner.param_groups:
             for parameter in group["params"]:
+                if not parameter.is_leaf:  # ZeRO-1's shard of an fp32 weight: torch warns wherever mcore looks at its .grad
+                    parameter.retain_grad()
                 state = inner.state[parameter]
                 if is_torch_adam(inner):
                     for moment in ("exp_avg", "exp_avg_sq"):

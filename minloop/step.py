@@ -53,10 +53,10 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     stages read the batch too, so that every rank's data advances alike, but move nothing to their device.
     """
     batch = next(data)
-    if not (_attribute(model, "pre_process") or _attribute(model, "post_process")):
+    if not (model_attribute(model, "pre_process") or model_attribute(model, "post_process")):
         return model(None, None, None), _no_loss
-    check_token_ids(batch, _attribute(model, "vocab_size"))
-    groups = _attribute(model, "pg_collection")
+    check_token_ids(batch, model_attribute(model, "vocab_size"))
+    groups = model_attribute(model, "pg_collection")
     batch = to_device(slice_batch_for_context_parallel(batch, groups), torch.cuda.current_device())
     output = model(
         batch["tokens"],
@@ -68,7 +68,8 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     return output, partial(token_loss, batch["loss_mask"])
 
 
-def _attribute(model: torch.nn.Module, name: str) -> Any:
+def model_attribute(model: torch.nn.Module, name: str) -> Any:
+    """An attribute of the model inside mcore's wrappers."""
     return get_attr_wrapped_model(model, name)
 
 
@@ -103,8 +104,8 @@ def train_step(
         chunk.train()
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    batches = _Microbatches(data, num_microbatches, micro_batch_size, seq_length)
-    reports = _forward_backward(state, batches, forward_step, forward_only=False)
+    batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
+    reports = forward_backward(state, batches, forward_step, forward_only=False)
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
     updated, grad_norm, _ = state.optimizer.step()
     losses, tokens = reduce_reports(state, reports)
@@ -140,15 +141,16 @@ def eval_step(
 
     Arguments and errors are those of `train_step`. Dropout is off, and no random stream is drawn from.
     """
-    batches = _Microbatches(data, num_microbatches, micro_batch_size, seq_length)
-    with _evaluating(state), torch.no_grad():
-        losses, tokens = reduce_reports(state, _forward_backward(state, batches, forward_step, forward_only=True))
+    batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
+    with evaluating(state), torch.no_grad():
+        losses, tokens = reduce_reports(state, forward_backward(state, batches, forward_step, forward_only=True))
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
     return StepMetrics(next(iter(losses.values())), losses, num_tokens=tokens, num_samples=num_samples)
 
 
 @contextlib.contextmanager
-def _evaluating(state: TrainState) -> Iterator[None]:
+def evaluating(state: TrainState) -> Iterator[None]:
+    """While inside, the model is in evaluation mode and holds the weights after the last step."""
     training = [chunk.training for chunk in state.chunks]
     with gathered_parameters(state.chunks):
         try:
@@ -160,10 +162,12 @@ def _evaluating(state: TrainState) -> Iterator[None]:
                 chunk.train(mode)
 
 
-class _Microbatches:
+class Microbatches:
     """The next microbatches of a step: their shape, read off the first, and one iterator for each model chunk."""
 
-    def __init__(self, data: Iterable[Any], count: int, micro_batch_size: int | None, seq_length: int | None) -> None:
+    def __init__(
+        self, data: Iterable[Any], count: int, micro_batch_size: int | None = None, seq_length: int | None = None
+    ) -> None:
         self.count, self._data = count, iter(data)
         if micro_batch_size is None or seq_length is None:
             first = self._next(0)
@@ -188,8 +192,8 @@ class _Microbatches:
         return list(itertools.tee(self._take(), chunks))
 
 
-def _forward_backward(
-    state: TrainState, batches: _Microbatches, forward_step: ForwardStep, *, forward_only: bool
+def forward_backward(
+    state: TrainState, batches: Microbatches, forward_step: ForwardStep, *, forward_only: bool
 ) -> list[Report]:
     """Run mcore's schedule; returns the reports of the microbatches, empty but on the last pipeline stage."""
     config, groups, pp = state.config, state.groups, state.groups.pp.size()

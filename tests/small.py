@@ -4,9 +4,10 @@ import argparse
 import inspect
 from typing import Any
 
-import minloop
 import torch
 from torch.utils.data import Dataset
+
+import minloop
 
 VOCAB_SIZE, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32, 8, 2
 

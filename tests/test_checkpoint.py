@@ -4,12 +4,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import minloop
 import pytest
 import torch
 from megatron.core import dist_checkpointing
 from ranks import RankError, run_ranks
 from small import small_state, text_loader, train
+
+import minloop
 
 SHARDED = {"use_distributed_optimizer": True}
 SCHEDULE = {"train_iters": 8, "lr_warmup_iters": 3}
@@ -34,7 +35,10 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-1, dropout": (2, {"ddp": SHARDED} | DROPOUT),
     "ZeRO-1 bf16": (2, {"ddp": SHARDED, "bf16": True}),
     "DDP fp16": (1, {"fp16": True, "optimizer": {"initial_loss_scale": 2.0**10}}),
-    "DDP bf16, TP2+SP, dropout": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True} | DROPOUT),
+    "DDP bf16, TP2+SP, dropout": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True} | DROPOUT,
+    ),
     "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "CP2, dropout": (2, {"context_parallel_size": 2} | DROPOUT),
     "SGD": (1, {"optimizer": {"optimizer": "sgd"}}),
@@ -81,7 +85,9 @@ def differing_tensors(directories: list[str]) -> tuple[int, list[str]]:
     minloop.shutdown_distributed()
     differing = [key for key, tensor in ours.items() if not torch.equal(tensor, theirs.get(key, torch.empty(0)))]
     for key in theirs:
-        if key.startswith("optimizer.state.param.") and not torch.equal(theirs[key], ours[key.removeprefix("optimizer.state.param.")]):
+        if key.startswith("optimizer.state.param.") and not torch.equal(
+            theirs[key], ours[key.removeprefix("optimizer.state.param.")]
+        ):
             differing.append(key)
     return len(ours), differing
 
@@ -143,7 +149,9 @@ def test_saves_before_the_first_step(tmp_path: Path) -> None:
 def load_weights_only(directory: str) -> tuple[int, float, float]:
     state = small_state(seed=77, bf16=True)
     minloop.load_checkpoint(directory, state, weights_only=True)
-    moments = sum(float(s["exp_avg"].abs().sum()) for s in state.optimizer.chained_optimizers[0].optimizer.state.values())
+    moments = sum(
+        float(s["exp_avg"].abs().sum()) for s in state.optimizer.chained_optimizers[0].optimizer.state.values()
+    )
     history = train(state, text_loader(state), 1)
     minloop.shutdown_distributed()
     return state.iteration, moments, history[0][0]

@@ -116,5 +116,8 @@ def restore_rng_state(streams: dict[str, Any]) -> None:
     torch.set_rng_state(streams["torch_rng_state"])
     torch.cuda.set_rng_state(streams["cuda_rng_state"])
     tracker.set_states(
-        {name: convert_cuda_rng_state(value, to_graphable=graph_safe) for name, value in streams["rng_tracker_states"].items()}
+        {
+            name: convert_cuda_rng_state(value, to_graphable=graph_safe)
+            for name, value in streams["rng_tracker_states"].items()
+        }
     )

@@ -1,7 +1,7 @@
 """The checkpoint tree: names as in Megatron-LM, which of them are complete, and what only the first rank does.
 
-    checkpoints/latest_checkpointed_iteration.txt     "5", written last
-    checkpoints/iter_0000005/.metadata, __0_0.distcp, metadata.json
+checkpoints/latest_checkpointed_iteration.txt     "5", written last
+checkpoints/iter_0000005/.metadata, __0_0.distcp, metadata.json
 """
 
 import os

@@ -22,7 +22,8 @@ def load_checkpoint(
     """Restore weights, optimizer, schedule, counters, random streams and data position into whatever layout `state` has.
 
     Every rank calls it. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ from
-    those saved. Random streams belong to a layout: in another one they are left as they are, which is said once.
+    those saved. Random streams belong to a layout: in another one they are left as they are, which is said once if there
+    is dropout to draw from them.
 
     Args:
         checkpoint: a checkpoint's directory, or the directory of a run's checkpoints: then the newest complete one.
@@ -84,9 +85,15 @@ def _load_model(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
 
 def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) -> None:
     theirs, ours = saved.get("architecture", {}), content.architecture(state)
-    differing = [f"{name}: {theirs[name]} saved, {ours[name]} here" for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    differing = [
+        f"{name}: {theirs[name]} saved, {ours[name]} here"
+        for name in ours
+        if theirs.get(name, ours[name]) != ours[name]
+    ]
     if differing:
-        raise ValueError(f"{source} is of another architecture ({'; '.join(differing)}): build the model it was saved from")
+        raise ValueError(
+            f"{source} is of another architecture ({'; '.join(differing)}): build the model it was saved from"
+        )
 
 
 def _restore_the_rest(
@@ -100,11 +107,13 @@ def _restore_the_rest(
     positions = saved.get("loaders", {})
     for name, loader in loaders.items():
         if name not in positions:
-            raise ValueError(f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}")
+            raise ValueError(
+                f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}"
+            )
         loader.load_state_dict(positions[name])
     if "rng_state" in loaded:
         content.restore_rng_state(loaded["rng_state"])
-    else:
+    elif state.config.hidden_dropout or state.config.attention_dropout:
         say_once(
             f"the random streams were not carried over: saved in layout {saved.get('layout')}, loaded in "
             f"{content.layout(state)}; dropout will draw other masks"

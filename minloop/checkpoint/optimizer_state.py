@@ -37,7 +37,9 @@ def adapt_template(template: dict[str, Any], kind: str, saved_kind: str) -> None
     def rename(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensor | ShardedTensorFactory) or not leaf.key.startswith(ours):
             return leaf
-        return replace(leaf, key=theirs + leaf.key.removeprefix(ours)) if theirs else LocalNonpersistentObject(leaf.data)
+        return (
+            replace(leaf, key=theirs + leaf.key.removeprefix(ours)) if theirs else LocalNonpersistentObject(leaf.data)
+        )
 
     dict_list_map_inplace(rename, template)
 

@@ -1,0 +1,54 @@
+"""Looking at a model in training: its logits, on every rank, in the layout it trains in."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+from minloop.data import slice_batch_for_context_parallel, to_device
+from minloop.state import TrainState
+from minloop.step import Microbatches, evaluating, forward_backward, model_attribute
+
+
+@torch.no_grad()
+def forward_logits(state: TrainState, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a GPT for `tokens` on every rank of a model replica; the weights and random streams stay as they are.
+
+    Every forward pass covers the whole sequence: enough to look at samples while training, not an inference engine.
+
+    Args:
+        tokens: [b, s] int64, the same on all ranks of a replica.
+    Returns:
+        [b, s, vocab_size] float32.
+    """
+    batch = {"tokens": tokens, "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens)}
+    with evaluating(state):
+        reports = forward_backward(state, Microbatches([batch], 1), _logits_step, forward_only=True)
+    groups = state.groups
+    shape = (*tokens.shape, model_attribute(state.chunks[0], "vocab_size"))
+    logits = torch.empty(shape, device=torch.cuda.current_device())
+    if reports:
+        part = gather_from_tensor_model_parallel_region(reports[0]["logits"], group=groups.tp).float()
+        logits.copy_(_gather_sequence(part, groups.cp))
+    if groups.pp.size() > 1:
+        dist.broadcast(logits, src=dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
+    return logits
+
+
+def _logits_step(data: Any, model: torch.nn.Module) -> Any:
+    batch = slice_batch_for_context_parallel(next(data), model_attribute(model, "pg_collection"))
+    batch = to_device(batch, torch.cuda.current_device())
+    output = model(batch["tokens"], batch["position_ids"], None)
+    return output, lambda logits: (logits.new_zeros(()), {"logits": logits})
+
+
+def _gather_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Undo `slice_batch_for_context_parallel`: [b, s / size, v] of each rank → [b, s, v]."""
+    size = group.size()
+    if size == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    halves = [half for part in parts for half in part.chunk(2, dim=1)]  # rank r holds chunks r and 2 × size - 1 - r
+    return torch.cat(halves[0::2] + halves[1::2][::-1], dim=1)

@@ -1,0 +1,54 @@
+"""Torch-only parts for mcore's local layers, where mcore's own need Transformer Engine or Apex."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from minloop.layers.attention import TorchDotProductAttention
+from minloop.layers.norm import TorchNorm
+
+__all__ = ["TorchDotProductAttention", "TorchNorm", "with_torch_parts"]
+
+_PARTS: dict[type, type] = {
+    WrappedTorchNorm: TorchNorm,
+    FusedLayerNorm: TorchNorm,
+    DotProductAttention: TorchDotProductAttention,
+}
+
+
+def with_torch_parts[Spec](spec: Spec) -> Spec:
+    """Return a copy of one of mcore's local layer specs with torch-only parts, at any depth; `spec` stays as it is.
+
+    mcore's `WrappedTorchNorm` and Apex's `FusedLayerNorm` become `TorchNorm`, which allows sequence parallelism;
+    `DotProductAttention` becomes `TorchDotProductAttention`, which also allows context parallelism and multi-latent
+    attention.
+
+    Args:
+        spec: what `get_gpt_decoder_block_spec`, `get_gpt_mtp_block_spec` and their like return: a `ModuleSpec`, a
+            dataclass of submodules, a partial, a class, or a list, tuple or dict of them. Where mcore is given the spec
+            of a layer, not of a block, it adds a final norm of its own choice, which is out of reach here.
+    """
+    return _replace(spec)
+
+
+def _replace(spec: Any) -> Any:
+    if isinstance(spec, type):
+        return _PARTS.get(spec, spec)
+    module: Any = get_module(spec) if isinstance(spec, ModuleSpec) else None  # it may be given by its path
+    if module in _PARTS:
+        return dataclasses.replace(spec, module=_PARTS[module])
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
+        return dataclasses.replace(spec, **_replace(values))
+    if isinstance(spec, functools.partial):
+        return functools.partial(_replace(spec.func), *_replace(spec.args), **_replace(spec.keywords))
+    if isinstance(spec, dict):
+        return {key: _replace(value) for key, value in spec.items()}
+    if isinstance(spec, list | tuple):
+        return type(spec)(_replace(value) for value in spec)
+    return spec

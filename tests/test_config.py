@@ -1,0 +1,238 @@
+"""Configs: the choices made, layouts replaced, and every contradiction refused by name."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import RankError, run_ranks
+from small import small_config
+
+import minloop
+
+MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+
+
+def test_precision_decides_the_dtypes() -> None:
+    for fields, dtype in (({}, torch.float32), ({"bf16": True}, torch.bfloat16), ({"fp16": True}, torch.float16)):
+        config = minloop.build_config(**MODEL, **fields)
+        assert (config.params_dtype, config.pipeline_dtype) == (dtype, dtype)
+
+
+def test_derived_fields_are_mcores() -> None:
+    config = minloop.build_config(**MODEL)
+    assert (config.ffn_hidden_size, config.kv_channels, config.num_query_groups) == (128, 8, 4)
+    assert isinstance(config, minloop.TransformerConfig)
+
+
+def test_any_field_can_be_given_and_a_subclass_used() -> None:
+    config = minloop.build_config(**MODEL, calculate_per_token_loss=False, activation_func=F.silu)
+    assert config.calculate_per_token_loss is False
+    assert config.activation_func is F.silu
+    latent = minloop.build_config(minloop.MLATransformerConfig, **MODEL)
+    assert isinstance(latent, minloop.MLATransformerConfig)
+    with pytest.raises(TypeError, match="tensor_parallel"):
+        minloop.build_config(**MODEL, tensor_parallel=2)
+
+
+def test_virtual_stages_overlap_their_communication() -> None:
+    config = minloop.build_config(
+        **MODEL, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2
+    )
+    assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
+
+
+def test_replace_layout_leaves_the_old_layout_behind() -> None:
+    old = minloop.build_config(
+        **MODEL,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+    )
+    old.grad_scale_func = abs  # as a training state would bind it
+    new = minloop.replace_layout(old, tensor_model_parallel_size=1, pipeline_model_parallel_size=4)
+    assert (new.tensor_model_parallel_size, new.sequence_parallel, new.expert_tensor_parallel_size) == (1, False, 1)
+    assert (new.virtual_pipeline_model_parallel_size, new.overlap_p2p_comm, new.grad_scale_func) == (None, False, None)
+    assert new.microbatch_group_size_per_vp_stage == 4
+    assert (old.tensor_model_parallel_size, old.grad_scale_func) == (2, abs)
+
+
+def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
+    old = minloop.build_config(**MODEL, pipeline_model_parallel_size=2, bf16=True, normalization="RMSNorm")
+    new = minloop.replace_layout(old, tensor_model_parallel_size=4)
+    differing = {f.name for f in dataclasses.fields(old) if getattr(old, f.name) != getattr(new, f.name)}
+    # mcore makes new initialisation functions for every config
+    differing -= {"init_method", "output_layer_init_method", "embedding_init_method"}
+    assert differing == {"tensor_model_parallel_size", "expert_tensor_parallel_size"}
+    by_hand = minloop.build_config(**MODEL, pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tttL")
+    again = minloop.replace_layout(by_hand, tensor_model_parallel_size=2)
+    assert str(again.pipeline_model_parallel_layout) == "Et|tttL"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 0}, "num_layers is not set"),
+        ({"num_attention_heads": 0}, "num_attention_heads is not set"),
+        ({"tensor_model_parallel_size": 3}, r"num_attention_heads \(4\) .* tensor_model_parallel_size \(3\)"),
+        ({"num_query_groups": 3}, r"num_attention_heads \(4\) .* num_query_groups \(3\)"),
+        (
+            {"num_attention_heads": 12, "hidden_size": 48, "num_query_groups": 3, "tensor_model_parallel_size": 4},
+            r"num_query_groups \(3\) is neither a multiple nor a divisor of tensor_model_parallel_size \(4\)",
+        ),
+        ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_model_parallel_size > 1"),
+        ({"pipeline_model_parallel_size": 2, "pipeline_dtype": None}, "needs pipeline_dtype"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size > 1"),
+        ({"pipeline_model_parallel_size": 3}, r"num_layers \(4\) is not divisible by pipeline_model_parallel_size \(3\)"),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "overlap_p2p_comm": False,
+                "batch_p2p_comm": True,
+            },
+            "mixes up microbatches: set overlap_p2p_comm=True",
+        ),
+        ({"overlap_p2p_comm": True, "batch_p2p_comm": True}, "exclude each other"),
+        ({"expert_model_parallel_size": 2}, "num_moe_experts is None"),
+        ({"expert_model_parallel_size": 2, "num_moe_experts": 3}, r"num_moe_experts \(3\) is not divisible"),
+        ({"fp16": True, "bf16": True}, "choose one"),
+        ({"transformer_impl": "inference_optimized"}, "cannot train"),
+        (
+            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
+            r"multiply to 6, not to context_parallel_size \(4\)",
+        ),
+        ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq has 2 entries for num_layers \(4\)"),
+    ],
+)
+def test_contradictions_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        minloop.build_config(**(MODEL | fields))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_transformer_engine_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="transformer_impl='transformer_engine' but .*use transformer_impl='local'"):
+        minloop.build_config(**MODEL, transformer_impl="transformer_engine")
+
+
+def test_ddp_and_optimizer_configs() -> None:
+    config = minloop.build_config(**MODEL, bf16=True)
+    ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
+    assert (ddp_config.overlap_grad_reduce, ddp_config.overlap_param_gather) == (True, True)
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=0.1)
+    assert (optimizer_config.bf16, optimizer_config.use_distributed_optimizer, optimizer_config.min_lr) == (True, True, 0)
+    with pytest.raises(ValueError, match="lr is not set"):
+        minloop.build_optimizer_config(config, ddp_config)
+    with pytest.raises(ValueError, match="overlap_param_gather=True needs use_distributed_optimizer=True"):
+        minloop.build_ddp_config(config, overlap_param_gather=True)
+    with pytest.raises(ValueError, match="set one of them to False"):
+        minloop.build_ddp_config(config, average_in_collective=True)
+
+
+def init(fields: dict[str, Any]) -> None:
+    minloop.init_distributed(small_config(**fields), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            r"world size 2 is not a multiple of tensor_model_parallel_size \(2\) × pipeline_model_parallel_size \(2\) × "
+            r"context_parallel_size \(1\) = 4",
+        ),
+        ({"expert_model_parallel_size": 4, "num_moe_experts": 4}, r"expert_model_parallel_size \(4\)"),
+    ],
+)
+def test_the_world_must_fit_the_layout(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(2, init, fields, timeout=60)
+
+
+def half_set_environment(missing: str) -> None:
+    del os.environ[missing]
+    init({})
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_set_launch_variables(missing: str) -> None:
+    with pytest.raises(RankError, match=f"but not {missing}: start the script with torchrun"):
+        run_ranks(1, half_set_environment, missing)
+
+
+def test_without_launch_variables_it_is_one_process(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER"))}
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import minloop, torch.distributed as dist\n"
+        "groups = minloop.init_distributed(minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1), seed=1)\n"
+        "print(dist.get_world_size(), minloop.is_first_rank(groups))\n"
+        "minloop.shutdown_distributed()\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.stdout == "1 True\n", done.stderr
+
+
+def port_in_use() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(other.getsockname()[1]))
+        init({})
+
+
+def test_a_port_in_use_is_named() -> None:
+    with pytest.raises(RankError, match=r"MASTER_PORT \d+ is in use on 127.0.0.1"):
+        run_ranks(1, port_in_use)
+
+
+def init_in_the_hosts_group() -> tuple[bool, int]:
+    init({"tensor_model_parallel_size": 2})
+    minloop.shutdown_distributed()
+    return dist.is_initialized(), dist.get_world_size()
+
+
+def test_a_hosts_default_group_is_used_and_survives() -> None:
+    assert run_ranks(2, init_in_the_hosts_group, init="gloo") == [(True, 2)] * 2
+
+
+def second_layout() -> None:
+    init({"tensor_model_parallel_size": 2})
+    init({})
+
+
+def test_a_second_layout_needs_a_shutdown_first() -> None:
+    with pytest.raises(RankError, match=r"another layout \(tensor_model_parallel_size: 2 there, 1 here"):
+        run_ranks(2, second_layout)
+
+
+def model_for_other_groups() -> None:
+    groups = minloop.init_distributed(small_config(tensor_model_parallel_size=2), seed=1)
+    minloop.build_gpt_model(small_config(), groups, vocab_size=256, max_sequence_length=32)
+
+
+def odd_vocabulary() -> None:
+    config = small_config(tensor_model_parallel_size=2)
+    groups = minloop.init_distributed(config, seed=1)
+    minloop.build_gpt_model(config, groups, vocab_size=255, max_sequence_length=32)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (model_for_other_groups, r"tensor_model_parallel_size is 1 in the config, but the groups were made for 2"),
+        (odd_vocabulary, r"vocab_size \(255\) is not divisible by tensor_model_parallel_size \(2\): pad it to 256"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(function: Any, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(2, function)

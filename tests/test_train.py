@@ -1,0 +1,289 @@
+"""The step: it trains, its numbers are those of the definition, and evaluation leaves no trace."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from small import GLOBAL_BATCH_SIZE, SEQUENCE_LENGTH, VOCAB_SIZE, Text, small_state, text_loader, train
+
+import minloop
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+def weights(state: minloop.TrainState) -> dict[str, torch.Tensor]:
+    with minloop.gathered_parameters(state.chunks):
+        return {name: p.detach().clone() for chunk in state.chunks for name, p in chunk.named_parameters()}
+
+
+def one_step_moves(options: dict[str, Any]) -> tuple[float, list[str]]:
+    state = small_state(**options)
+    before = weights(state)
+    ((loss, _),) = train(state, text_loader(state), 1)
+    unmoved = [name for name, now in weights(state).items() if torch.equal(now, before[name])]
+    minloop.shutdown_distributed()
+    return loss, unmoved
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {"tensor_model_parallel_size": 2, "ddp": SHARDED}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (2, {"ddp": SHARDED, "bf16": True, "lr": 0.1}),
+        (1, {"fp16": True, "lr": 0.1, "optimizer": {"initial_loss_scale": 2.0**8}}),
+    ],
+    ids=["1 rank", "TP2 ZeRO-1", "PP2", "DP2 ZeRO-1 bf16", "fp16"],
+)
+def test_the_first_loss_is_that_of_chance_and_every_weight_moves(ranks: int, options: dict[str, Any]) -> None:
+    for loss, unmoved in run_ranks(ranks, one_step_moves, options):
+        assert abs(loss / math.log(VOCAB_SIZE) - 1) < 0.02
+        # fully masked attention rows aside, nothing may stand still; a key bias has no gradient by symmetry of softmax
+        assert not unmoved
+
+
+def gradient_sizes(ddp: dict[str, Any]) -> list[float]:
+    """Sum of |main_grad| of five steps on one batch at learning rate 0."""
+    state = small_state(lr=0.0, ddp=ddp)
+    batch = next(text_loader(state))
+    sizes: list[float] = []
+    for _ in range(5):
+        minloop.train_step(state, [batch] * 2, num_microbatches=2)
+        sizes.append(sum(float(p.main_grad.abs().sum()) for c in state.chunks for p in c.parameters()))
+    minloop.shutdown_distributed()
+    return sizes
+
+
+@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["DDP", "ZeRO-1"])
+def test_gradients_do_not_add_up_over_steps(ddp: dict[str, Any]) -> None:
+    for sizes in run_ranks(2, gradient_sizes, ddp):
+        assert sizes[0] > 0
+        assert sizes == pytest.approx([sizes[0]] * 5, rel=1e-6)
+
+
+def reported_and_direct_loss() -> tuple[float, float]:
+    """The reported loss of a step, and sum over all tokens / number of tokens computed by hand from the same weights."""
+    state = small_state(lr=0.0)
+    count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, 2, state.groups)
+    reported = minloop.train_step(state, text_loader(state), num_microbatches=count).loss.item()
+    data, total, tokens = Text(), 0.0, 0.0
+    for index in range(GLOBAL_BATCH_SIZE):
+        sample = {name: value[None] for name, value in data[index].items()}
+        with torch.no_grad():
+            losses = state.chunks[0](sample["tokens"], sample["position_ids"], None, labels=sample["labels"])
+        total += float((losses * sample["loss_mask"]).sum())
+        tokens += float(sample["loss_mask"].sum())
+    minloop.shutdown_distributed()
+    return reported, total / tokens
+
+
+def test_the_loss_is_the_mean_over_the_global_batchs_tokens() -> None:
+    for reported, direct in run_ranks(2, reported_and_direct_loss):
+        assert reported == pytest.approx(direct, rel=1e-6)
+
+
+def train_with_evaluation(ddp: dict[str, Any], evaluate: bool) -> tuple[list[tuple[float, float]], list[float]]:
+    state = small_state(ddp=ddp, hidden_dropout=0.1, attention_dropout=0.1)
+    loader, history, evaluated = text_loader(state), [], []
+    for _ in range(3):
+        history += train(state, loader, 1)
+        if evaluate:
+            metrics = minloop.eval_step(state, text_loader(state), num_microbatches=2)
+            assert metrics.grad_norm is None
+            evaluated.append(metrics.loss.item())
+    minloop.shutdown_distributed()
+    return history, evaluated
+
+
+@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["DDP", "ZeRO-1 with parameter gather overlapped"])
+def test_evaluation_between_steps_changes_nothing(ddp: dict[str, Any]) -> None:
+    without = run_ranks(2, train_with_evaluation, ddp, evaluate=False)
+    with_evaluation = run_ranks(2, train_with_evaluation, ddp, evaluate=True)
+    assert [history for history, _ in with_evaluation] == [history for history, _ in without]
+    losses = with_evaluation[0][1]
+    assert losses == sorted(losses, reverse=True), "evaluation must see the new weights each time"
+    assert len(set(losses)) == 3
+
+
+def differing_replicas(options: dict[str, Any]) -> list[str]:
+    """Names of parameters that are not bitwise equal on the data parallel ranks after three steps."""
+    state = small_state(**options)
+    train(state, text_loader(state), 3)
+    differing = []
+    for name, weight in weights(state).items():
+        copies = [torch.empty_like(weight) for _ in range(state.groups.dp_cp.size())]
+        dist.all_gather(copies, weight.contiguous(), group=state.groups.dp_cp)
+        if any(not torch.equal(copy, copies[0]) for copy in copies):
+            differing.append(name)
+    minloop.shutdown_distributed()
+    return differing
+
+
+@pytest.mark.parametrize("ddp", [{}, SHARDED], ids=["DDP", "ZeRO-1"])
+def test_data_parallel_ranks_hold_equal_weights(ddp: dict[str, Any]) -> None:
+    assert run_ranks(2, differing_replicas, {"ddp": ddp}) == [[], []]
+
+
+def first_weights(seed: int, random_init: bool) -> torch.Tensor:
+    config = minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1)
+    groups = minloop.init_distributed(config, seed=seed, data_parallel_random_init=random_init)
+    chunks = minloop.build_gpt_model(config, groups, vocab_size=8, max_sequence_length=4)
+    own = chunks[0].embedding.word_embeddings.weight.detach().clone()
+    wrapped = minloop.wrap_ddp(chunks, minloop.build_ddp_config(config), groups)
+    shared = wrapped[0].module.embedding.word_embeddings.weight.detach().clone()
+    minloop.shutdown_distributed()
+    return torch.stack([own, shared])
+
+
+def test_seeds_of_data_parallel_ranks() -> None:
+    (own_0, shared_0), (own_1, shared_1) = run_ranks(2, first_weights, 5, False)
+    assert torch.equal(own_0, own_1)
+    (own_0, shared_0), (own_1, shared_1) = run_ranks(2, first_weights, 5, True)
+    assert not torch.equal(own_0, own_1)
+    assert torch.equal(shared_0, shared_1)
+    assert torch.equal(shared_0, own_0)
+
+
+def overflowing_step() -> tuple[list[bool], int, list[float], bool]:
+    state = small_state(
+        fp16=True, optimizer={"initial_loss_scale": 2.0**32, "hysteresis": 1}, scheduler={"train_iters": 9}
+    )
+    before = weights(state)
+    loader = text_loader(state)
+    first = minloop.train_step(state, loader, num_microbatches=4)
+    unchanged = all(torch.equal(now, before[name]) for name, now in weights(state).items())
+    rest = [minloop.train_step(state, loader, num_microbatches=4) for _ in range(26)]
+    minloop.shutdown_distributed()
+    steps = [first, *rest]
+    return [step.skipped for step in steps], state.skipped_iterations, [step.loss_scale for step in steps], unchanged
+
+
+def test_an_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
+    ((skipped, count, scales, unchanged),) = run_ranks(1, overflowing_step)
+    assert skipped[0]
+    assert unchanged
+    assert not skipped[-1]
+    assert count == sum(skipped)
+    assert scales[0] == 2.0**32
+    assert scales[1] == 2.0**31
+
+
+def twice_in_one_process() -> list[list[tuple[float, float]]]:
+    """The same training twice, between them another layout: init and shutdown leave nothing behind."""
+    histories = []
+    for layout in ({}, {"tensor_model_parallel_size": 2}, {}):
+        state = small_state(**layout)
+        histories.append(train(state, text_loader(state), 2))
+        minloop.shutdown_distributed()
+        minloop.shutdown_distributed()
+        assert not dist.is_initialized()
+    return histories
+
+
+def test_init_and_shutdown_twice_in_one_process() -> None:
+    for first, _, second in run_ranks(2, twice_in_one_process):
+        assert first == second
+
+
+def two_states_from_one_config() -> bool:
+    """One config serves two models: each binds its hooks on its own copy."""
+    config = minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1)
+    untouched = copy.copy(config)
+    groups = minloop.init_distributed(config, seed=1)
+    ddp_config = minloop.build_ddp_config(config)
+    states = []
+    for _ in range(2):
+        chunks = minloop.wrap_ddp(
+            minloop.build_gpt_model(config, groups, vocab_size=8, max_sequence_length=4), ddp_config, groups
+        )
+        optimizer = minloop.build_optimizer(chunks, minloop.build_optimizer_config(config, ddp_config, lr=1.0), groups)
+        states.append(minloop.TrainState(chunks, optimizer, None, config, groups))
+    same = config.grad_scale_func is None and config == untouched
+    distinct = states[0].config is not states[1].config
+    minloop.shutdown_distributed()
+    return same and distinct
+
+
+def test_one_config_serves_two_states() -> None:
+    assert run_ranks(1, two_states_from_one_config) == [True]
+
+
+def second_state_on_one_model() -> None:
+    state = small_state()
+    minloop.TrainState(state.chunks, state.optimizer, None, state.config, state.groups)
+
+
+def torch_optimizer_on_ddp() -> None:
+    state = small_state()
+    adam = torch.optim.Adam(state.chunks[0].parameters())
+    minloop.TrainState(state.chunks, adam, None, state.config, state.groups)  # pyright: ignore[reportArgumentType]
+
+
+def unwrapped_chunks() -> None:
+    config = minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1)
+    groups = minloop.init_distributed(config, seed=1)
+    chunks = minloop.build_gpt_model(config, groups, vocab_size=8, max_sequence_length=4)
+    optimizer_config = minloop.build_optimizer_config(config, minloop.build_ddp_config(config), lr=1.0)
+    minloop.build_optimizer(chunks, optimizer_config, groups)  # pyright: ignore[reportArgumentType]
+
+
+def contradicting_optimizer_config() -> None:
+    state = small_state()
+    minloop.build_optimizer(state.chunks, minloop.OptimizerConfig(lr=1.0, use_distributed_optimizer=True), state.groups)
+
+
+def too_few_batches() -> None:
+    state = small_state()
+    minloop.train_step(state, [next(text_loader(state))], num_microbatches=2)
+
+
+def token_beyond_the_vocabulary() -> None:
+    state = small_state()
+    batch = next(text_loader(state))
+    batch["labels"][0, 3] = VOCAB_SIZE
+    minloop.train_step(state, [batch], num_microbatches=1)
+
+
+def odd_microbatches_with_virtual_stages() -> None:
+    state = small_state(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    minloop.train_step(state, text_loader(state), num_microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "function", "message"),
+    [
+        (1, second_state_on_one_model, "another TrainState or a host owns this model"),
+        (1, torch_optimizer_on_ddp, "Adam sees no gradients on DDP chunks"),
+        (1, unwrapped_chunks, "GPTModel is not wrapped for data parallelism: call wrap_ddp first"),
+        (1, contradicting_optimizer_config, "OptimizerConfig.use_distributed_optimizer is True"),
+        (1, too_few_batches, "the data ended: 1 of this step's 2 microbatches"),
+        (1, token_beyond_the_vocabulary, str(VOCAB_SIZE)),
+        (2, odd_microbatches_with_virtual_stages, r"num_microbatches \(3\) is not a multiple of pipeline"),
+    ],
+)
+def test_misuse_is_refused_by_name(ranks: int, function: Any, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(ranks, function, timeout=60)
+
+
+def test_the_log_line_is_megatrons() -> None:
+    (line,) = run_ranks(1, one_line)
+    assert (
+        " iteration        1/       7 | consumed samples:            8 | elapsed time per iteration (ms): 500.0 | "
+        in line
+    )
+    assert "learning rate: 5.000000E-03 | global batch size:     8 | lm loss: 5." in line
+    assert SEQUENCE_LENGTH == 32
+
+
+def one_line() -> str:
+    state = small_state()
+    metrics = minloop.train_step(state, text_loader(state), num_microbatches=4)
+    line = minloop.log_line(state, metrics, train_iters=7, elapsed=0.5)
+    minloop.shutdown_distributed()
+    return line
