@@ -6,7 +6,7 @@ The loss of the next step is the same in each.
 
 import minloop
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict] = {
     "TP2×DP2": {"tensor_model_parallel_size": 2},
     "TP1×DP4": {},
     "TP4": {"tensor_model_parallel_size": 4},
@@ -37,9 +37,9 @@ def main(train_iters=5, directory="checkpoints/reshard", sequence_length=64, voc
         if seed == 1:
             for _ in range(train_iters):
                 minloop.train_step(state, loader, num_microbatches=num_microbatches)
-            saved = minloop.save_checkpoint(directory, state, loader)
+            minloop.save_checkpoint(directory, state, loader)
         else:
-            minloop.load_checkpoint(saved, state, loader)
+            minloop.load_checkpoint(directory, state, loader)
         metrics = minloop.train_step(state, loader, num_microbatches=num_microbatches)
         losses[name] = metrics.loss.item()
         if minloop.is_first_rank(state.groups):

@@ -36,8 +36,9 @@ def main(train_iters=10, directory="checkpoints/train", vocab_size=256, sequence
     fresh = build(vocab_size, sequence_length, seed=4321, **layout)
     minloop.load_checkpoint(saved, fresh)
     with minloop.gathered_parameters(state.chunks):
-        pairs = zip(state.chunks, fresh.chunks, strict=True)
-        equal = all(torch.equal(a, b) for ours, theirs in pairs for a, b in zip(ours.parameters(), theirs.parameters()))
+        ours, theirs = ([p for chunk in s.chunks for p in chunk.parameters()] for s in (state, fresh))
+        equal = torch.tensor(int(all(map(torch.equal, ours, theirs))), device=torch.cuda.current_device())
+    torch.distributed.all_reduce(equal, op=torch.distributed.ReduceOp.MIN)
     if minloop.is_first_rank(state.groups):
         print(f"saved {saved}; loaded into a model of another seed: weights {'equal' if equal else 'DIFFER'}")
     minloop.shutdown_distributed()

@@ -64,8 +64,12 @@ def build_text(num_files):
     return train, valid
 
 
+def build_loader(state, dataset):
+    return minloop.build_loader(dataset, state.groups, micro_batch_size=MICRO_BATCH_SIZE)
+
+
 def bits_per_byte(state, dataset, batches):
-    loader = minloop.build_loader(dataset, state.groups, micro_batch_size=MICRO_BATCH_SIZE)
+    loader = build_loader(state, dataset)
     return minloop.eval_step(state, loader, num_microbatches=batches).loss.item() / math.log(2)
 
 
@@ -83,7 +87,7 @@ def write(state, length, temperature=0.7):
 def main(train_iters=400, num_files=200, eval_batches=8, sample_length=200, **layout):
     state = build_state(train_iters, **(layout or {"tensor_model_parallel_size": 2}))
     train, valid = build_text(num_files)
-    loader = minloop.build_loader(train, state.groups, micro_batch_size=MICRO_BATCH_SIZE)
+    loader = build_loader(state, train)
     num_microbatches = minloop.num_microbatches(GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, state.groups)
     first_rank = minloop.is_first_rank(state.groups)
 

@@ -1,6 +1,7 @@
 """minloop: a thin training-loop library over NVIDIA megatron-core.
 
-Functions to compose in plain Python: configs → groups → model chunks → DDP → optimizer → `TrainState` → step → checkpoint.
+Functions to compose in plain Python:
+configs → groups → model chunks → DDP → optimizer → `TrainState` → step → checkpoint.
 """
 
 from minloop.cpu import cpu_backend, light_mcore_import

@@ -1,5 +1,7 @@
-"""Checks across fields and configs: what mcore would refuse later, cryptically, or not at all, is refused here by name."""
+"""Checks across fields and configs: what mcore would refuse later, cryptically or not at all, is refused by name."""
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,18 @@ STAGE_FIELDS = (
 def use_transformer_engine() -> bool:
     """Whether Transformer Engine is installed and there is a GPU for it."""
     return HAVE_TE and torch.cuda.is_available()
+
+
+def wrong_apex() -> str:
+    """What to say if an `apex` is installed that is not NVIDIA's; empty otherwise. It is looked at, not imported."""
+    spec = find_spec("apex")
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not folders or any((folder / "multi_tensor_apply").exists() for folder in folders):
+        return ""
+    return (
+        f"the package apex in {folders[0]} is not NVIDIA's: PyPI's apex is another project. mcore goes on without it; "
+        "pip uninstall apex, and build NVIDIA's from its source if you want its kernels"
+    )
 
 
 def check_config(config: Any) -> None:
@@ -79,8 +93,8 @@ def _check_tensor_parallel(config: Any) -> None:
         raise ValueError(f"ffn_hidden_size ({ffn}) is not divisible by tensor_model_parallel_size ({tp})")
     if config.sequence_parallel and tp == 1:
         raise ValueError(
-            "sequence_parallel=True needs tensor_model_parallel_size > 1: it splits the sequence over the tensor parallel "
-            "ranks; set sequence_parallel=False or a larger tensor_model_parallel_size"
+            "sequence_parallel=True needs tensor_model_parallel_size > 1: it splits the sequence over the tensor "
+            "parallel ranks; set sequence_parallel=False or a larger tensor_model_parallel_size"
         )
 
 
@@ -119,8 +133,8 @@ def _check_experts(config: Any) -> None:
     ep, experts = config.expert_model_parallel_size, config.num_moe_experts
     if ep > 1 and not experts:
         raise ValueError(
-            f"expert_model_parallel_size ({ep}) needs experts, but num_moe_experts is {experts}: set num_moe_experts or "
-            "expert_model_parallel_size=1"
+            f"expert_model_parallel_size ({ep}) needs experts, but num_moe_experts is {experts}: set num_moe_experts "
+            "or expert_model_parallel_size=1"
         )
     if experts and experts % ep:
         raise ValueError(f"num_moe_experts ({experts}) is not divisible by expert_model_parallel_size ({ep})")
@@ -138,11 +152,12 @@ def _check_context_parallel(config: Any) -> None:
         product *= size
     if hierarchy and product != cp:
         raise ValueError(
-            f"hierarchical_context_parallel_sizes {hierarchy} multiply to {product}, not to context_parallel_size ({cp})"
+            f"hierarchical_context_parallel_sizes {hierarchy} multiply to {product}, "
+            f"not to context_parallel_size ({cp})"
         )
     for name in ("cp_comm_type", "moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         value = getattr(config, name, None)
-        if isinstance(value, list) and len(value) != config.num_layers:  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(value, list) and len(value) != config.num_layers:
             raise ValueError(f"{name} has {len(value)} entries for num_layers ({config.num_layers})")
 
 
@@ -159,6 +174,6 @@ def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParal
         raise ValueError("num_distributed_optimizer_instances > 1 needs use_distributed_optimizer=True")
     if ddp_config.average_in_collective and config.calculate_per_token_loss:
         raise ValueError(
-            "average_in_collective=True averages over ranks, calculate_per_token_loss=True over tokens: set one of them "
-            "to False"
+            "average_in_collective=True averages over ranks, calculate_per_token_loss=True over tokens: set one of "
+            "them to False"
         )

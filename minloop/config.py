@@ -1,12 +1,12 @@
-"""Configs: mcore's own dataclasses, built with the choices that are right on this machine, and checked before anything is built.
+"""Configs: mcore's own dataclasses, built with the choices that are right on this machine, and checked at once.
 
-The parallel sizes live in `TransformerConfig` alone. Nothing here is a second config language: each function returns the
-mcore dataclass, every field of which may be given by its mcore name.
+The parallel sizes live in `TransformerConfig` alone. Nothing here is a second config language: each function returns
+the mcore dataclass, every field of which may be given by its mcore name.
 """
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,8 @@ from megatron.core.transformer import TransformerConfig
 
 from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, use_transformer_engine
 
-Config = TypeVar("Config", bound=TransformerConfig)
 
-
-def build_config(config_class: type[Config] = TransformerConfig, **fields: Any) -> Config:
+def build_config[Config: TransformerConfig](config_class: type[Config] = TransformerConfig, **fields: Any) -> Config:
     """Build mcore's `TransformerConfig` with the settings that are right and fast on this machine.
 
     Where a field is not given: `params_dtype` and `pipeline_dtype` follow bf16/fp16; `transformer_impl` is Transformer
@@ -66,7 +64,7 @@ def _fusions(draft: SimpleNamespace) -> dict[str, bool]:
     }
 
 
-def replace_layout(config: Config, **changes: Any) -> Config:
+def replace_layout[Config: TransformerConfig](config: Config, **changes: Any) -> Config:
     """Return a new config of the same model in another layout; `config` stays as it is.
 
     Unlike `dataclasses.replace` it leaves behind what belongs to the old layout: hooks bound by a training state, the
@@ -97,10 +95,10 @@ def replace_layout(config: Config, **changes: Any) -> Config:
 
 
 def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDataParallelConfig:
-    """Build mcore's `DistributedDataParallelConfig`: gradients reduced in fp32, communication overlapped where it can be.
+    """Build mcore's `DistributedDataParallelConfig`: gradients reduced in fp32, communication overlapped.
 
-    Overlap is on by default: the gradient reduction with the backward pass, and with the distributed optimizer (ZeRO-1)
-    the parameter gather with the forward pass.
+    Overlap is on wherever it can be: the gradient reduction with the backward pass, and with the distributed optimizer
+    (ZeRO-1) the parameter gather with the forward pass.
 
     Raises:
         ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`.

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from minloop.messages import without_log_lines
 def wrap_ddp(
     chunks: Sequence[MegatronModule], ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in mcore's DDP (with `use_distributed_optimizer`: ZeRO-1) and give all data parallel ranks rank 0's weights.
+    """Wrap each chunk in mcore's DDP (with `use_distributed_optimizer`: ZeRO-1).
 
+    All data parallel ranks get the weights of their group's first.
     Gradients then live in ``parameter.main_grad``; ``parameter.grad`` stays None, so that a plain torch optimizer does
     nothing: use `build_optimizer`.
 
@@ -62,8 +63,8 @@ def bind_hooks(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpt
     bound = [name for name in HOOKS if getattr(config, name) is not None and name != "timers"]
     if bound:
         raise RuntimeError(
-            f"the model's config already carries {', '.join(bound)}: another TrainState or a host owns this model; build "
-            "another model, or set these fields to None"
+            f"the model's config already carries {', '.join(bound)}: another TrainState or a host owns this model; "
+            "build another model, or set these fields to None"
         )
     ddp_config = chunks[0].ddp_config
 
@@ -79,17 +80,17 @@ def bind_hooks(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpt
 
 
 @contextlib.contextmanager
-def gathered_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def gathered_parameters(chunks: Sequence[torch.nn.Module]) -> Generator[None]:
     """While inside, every rank's parameters are those after the last optimizer step, and no gather hooks are in place.
 
-    With `overlap_param_gather` they otherwise arrive only as the next training forward pass needs them: reading them for
-    evaluation or a checkpoint would see stale values.
+    With `overlap_param_gather` they otherwise arrive only as the next training forward pass needs them: reading them
+    for evaluation or a checkpoint would see stale values.
     """
-    hooked = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
+    hooked: list[Any] = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
     for chunk in hooked:
-        chunk.disable_forward_pre_hook(param_sync=True)  # pyright: ignore[reportCallIssue]
+        chunk.disable_forward_pre_hook(param_sync=True)
     try:
         yield
     finally:
         for chunk in hooked:
-            chunk.enable_forward_pre_hook()  # pyright: ignore[reportCallIssue]
+            chunk.enable_forward_pre_hook()

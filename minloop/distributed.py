@@ -1,4 +1,4 @@
-"""Process groups and seeds: the default group, mcore's groups, each rank's random streams; and the end of what began here."""
+"""Process groups and seeds: the default group, mcore's groups, each rank's random streams; and their end."""
 
 import contextlib
 import functools
@@ -12,14 +12,17 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from minloop.checks import check_config
+from minloop.checks import check_config, wrong_apex
 from minloop.cpu import cpu_backend
+from minloop.messages import say_once
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _created = contextlib.ExitStack()
-"""How to take back what `init_distributed` created. The default group and mcore's groups are one per process, so is this."""
+"""How to take back what `init_distributed` created: one per process, as are the default group and mcore's groups."""
 
 
 def init_distributed(
@@ -58,6 +61,8 @@ def init_distributed(
         _init_model_parallel(config, timeout, mcore_options, undo)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         seed_ranks(seed, groups, config, data_parallel_random_init=data_parallel_random_init)
+        if advice := wrong_apex():
+            say_once(advice)
         _created.enter_context(undo.pop_all())
     return groups
 
@@ -82,9 +87,9 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
     if present:
         store, rank, world_size = _rendezvous(*(os.environ[name] for name in LAUNCH_VARIABLES), timeout)
         # A second init of the same processes must not read the addresses that the first one left in the store.
-        store = dist.PrefixStore(f"minloop/{store.add(f'minloop/inits of rank {rank}', 1)}", store)
+        store = PrefixStore(f"minloop/{store.add(f'minloop/inits of rank {rank}', 1)}", store)
     else:
-        store, rank, world_size = dist.HashStore(), 0, 1
+        store, rank, world_size = dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     undo.callback(_destroy_default_group)
     if on_gpu:
@@ -92,10 +97,10 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
 
 
 @functools.cache
-def _rendezvous(rank: str, world_size: str, address: str, port: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
+def _rendezvous(rank: str, world_size: str, address: str, port: str, timeout: timedelta) -> tuple[Store, int, int]:
     """Meet the other ranks; the store lives as long as the process, since a rank may join the next group early."""
     try:
-        return next(dist.rendezvous("env://", timeout=timeout))
+        return next(rendezvous("env://", timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
             raise
@@ -142,8 +147,8 @@ def check_world_size(config: TransformerConfig, world_size: int) -> None:
     if world_size % (tp * pp * cp):
         raise ValueError(
             f"world size {world_size} is not a multiple of tensor_model_parallel_size ({tp}) × "
-            f"pipeline_model_parallel_size ({pp}) × context_parallel_size ({cp}) = {tp * pp * cp}: change the number of "
-            "ranks or a size; what remains is data parallel"
+            f"pipeline_model_parallel_size ({pp}) × context_parallel_size ({cp}) = {tp * pp * cp}: change the number "
+            "of ranks or a size; what remains is data parallel"
         )
     etp, ep = config.expert_tensor_parallel_size or tp, config.expert_model_parallel_size
     if world_size % (etp * ep * pp):
@@ -179,12 +184,13 @@ def _init_model_parallel(
         differing = [f"{name}: {size} there, {sizes[name]} here" for name, size in held.items() if size != sizes[name]]
         if differing:
             raise RuntimeError(
-                f"mcore's process groups exist with another layout ({'; '.join(differing)}): call shutdown_distributed() "
-                "(or the host's own clean-up) first"
+                f"mcore's process groups exist with another layout ({'; '.join(differing)}): call "
+                "shutdown_distributed() (or the host's own clean-up) first"
             )
         return
     defaults = {"distributed_timeout_minutes": timeout.total_seconds() / 60, "create_gloo_process_groups": False}
-    parallel_state.initialize_model_parallel(**(sizes | defaults | mcore_options))
+    options: dict[str, Any] = sizes | defaults | mcore_options
+    parallel_state.initialize_model_parallel(**options)
     undo.callback(parallel_state.destroy_model_parallel)
 
 
@@ -193,8 +199,8 @@ def seed_ranks(
 ) -> None:
     """Seed torch and mcore's RNG tracker for this rank, by Megatron-LM's rule: seed + 100 × pipeline rank.
 
-    Data parallel ranks share their seed (with `data_parallel_random_init`: + 10 × data parallel rank); tensor and expert
-    parallel ranks get streams of their own from mcore, for what they do not hold in common.
+    Data parallel ranks share their seed (with `data_parallel_random_init`: + 10 × data parallel rank); tensor and
+    expert parallel ranks get streams of their own from mcore, for what they do not hold in common.
 
     Raises:
         ValueError: `seed` is not positive.

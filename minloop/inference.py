@@ -13,7 +13,7 @@ from minloop.step import Microbatches, evaluating, forward_backward, model_attri
 
 @torch.no_grad()
 def forward_logits(state: TrainState, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of a GPT for `tokens` on every rank of a model replica; the weights and random streams stay as they are.
+    """Return a GPT's logits for `tokens` on every rank of a model replica; weights and random streams stay as they are.
 
     Every forward pass covers the whole sequence: enough to look at samples while training, not an inference engine.
 

@@ -1,4 +1,4 @@
-"""Losses: what a GPT's output becomes, and how the reports of microbatches and ranks become one number on every rank."""
+"""Losses: what a GPT's output becomes, and how reports of microbatches and ranks become one number on every rank."""
 
 from collections.abc import Callable
 from typing import Any

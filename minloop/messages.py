@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import torch.distributed
 
@@ -20,7 +20,7 @@ def say_once(message: str) -> None:
 
 
 @contextlib.contextmanager
-def without_log_lines(logger_name: str, phrase: str) -> Iterator[None]:
+def without_log_lines(logger_name: str, phrase: str) -> Generator[None]:
     """While inside, drop the log records of one logger whose message contains `phrase`."""
 
     def keep(record: logging.LogRecord) -> bool:
@@ -35,7 +35,7 @@ def without_log_lines(logger_name: str, phrase: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
+def without_warnings() -> Generator[None]:
     """While inside, drop Python warnings: for calls into mcore and torch whose warnings no user can act on."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -23,6 +23,6 @@ def log_line(state: TrainState, metrics: StepMetrics, *, train_iters: int, elaps
         f"loss scale: {metrics.loss_scale:.1f}",
     ]
     if metrics.grad_norm is not None:
-        parts.append(f"grad norm: {metrics.grad_norm:.3f}")
+        parts.append(f"grad norm: {metrics.grad_norm.item():.3f}")
     parts.append(f"number of skipped iterations: {state.skipped_iterations:3d}")
     return f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts)

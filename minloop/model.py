@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -74,13 +74,13 @@ def build_model(
         vp_stage = None if stages is None else stage
         chunk = provider(
             config,
-            pre_process=is_pp_first_stage(groups.pp) and is_vp_first_stage(vp_stage, stages),  # pyright: ignore[reportArgumentType]
-            post_process=is_pp_last_stage(groups.pp) and is_vp_last_stage(vp_stage, stages),  # pyright: ignore[reportArgumentType]
+            pre_process=is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, stages),
+            post_process=is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, stages),
             vp_stage=vp_stage,
             pg_collection=groups,
         )
         if getattr(chunk, "model_type", None) is None:
-            chunk.model_type = ModelType.encoder_or_decoder  # mcore's schedules ask for it
+            cast(Any, chunk).model_type = ModelType.encoder_or_decoder  # mcore's schedules ask for it
         for parameter in chunk.parameters():  # without them gradient norms and checkpoints count a parameter wrongly
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if before_wrapping is not None:
@@ -92,7 +92,7 @@ def build_model(
 
 def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
     """Raise ValueError unless the groups have the sizes that `config` names."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "tensor_model_parallel_size": groups.tp,
         "pipeline_model_parallel_size": groups.pp,
         "context_parallel_size": groups.cp,
@@ -101,8 +101,8 @@ def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> N
     for name, group in sizes.items():
         if group is not None and group.size() != getattr(config, name):
             raise ValueError(
-                f"{name} is {getattr(config, name)} in the config, but the groups were made for {group.size()}: pass the "
-                "config that init_distributed was given, or shut down and init again with this one"
+                f"{name} is {getattr(config, name)} in the config, but the groups were made for {group.size()}: pass "
+                "the config that init_distributed was given, or shut down and init again with this one"
             )
 
 
@@ -130,8 +130,8 @@ def build_gpt_model(
 def gpt_provider(*, vocab_size: int, max_sequence_length: int, **gpt_options: Any) -> ModelProvider:
     """Return a provider of mcore's `GPTModel`; arguments as in `build_gpt_model`.
 
-    `config.transformer_impl` chooses the layers: Transformer Engine's, or mcore's local ones with torch-only parts where
-    mcore's own need Transformer Engine (see `minloop.layers`).
+    `config.transformer_impl` chooses the layers: Transformer Engine's, or mcore's local ones with torch-only parts
+    where mcore's own need Transformer Engine (see `minloop.layers`).
 
     Raises:
         ValueError: when called, if `vocab_size` cannot be divided over the tensor parallel ranks.

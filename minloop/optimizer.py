@@ -1,4 +1,4 @@
-"""Optimizers and their schedules: mcore's, built over the chunks; and the repairs that torch's Adam needs inside mcore's."""
+"""Optimizers and their schedules: mcore's, built over the chunks; and what torch's Adam and SGD lack inside mcore's."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,8 @@ def build_optimizer(
 
     Args:
         optimizer_config: from `build_optimizer_config`, or mcore's own.
-        mcore_options: other arguments of `get_megatron_optimizer`, such as ``config_overrides`` (settings by parameter).
+        mcore_options: other arguments of `get_megatron_optimizer`, such as ``config_overrides``, settings that hold for
+            some parameters only.
     Raises:
         ValueError: the optimizer config contradicts the model's precision or the DDP config.
         TypeError: the chunks are not wrapped in DDP.
@@ -40,13 +41,13 @@ def build_optimizer(
     ):
         if getattr(optimizer_config, name) != expected:
             raise ValueError(
-                f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with {expected}: use "
-                "build_optimizer_config, or give both the same value"
+                f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with "
+                f"{expected}: use build_optimizer_config, or give both the same value"
             )
     with without_warnings():  # of experimental parts of mcore that it imports
         optimizer = get_megatron_optimizer(
             optimizer_config,
-            list(chunks),  # pyright: ignore[reportArgumentType]
+            [*chunks],
             use_gloo_process_groups=False,
             pg_collection=groups,
             **mcore_options,
@@ -56,7 +57,7 @@ def build_optimizer(
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """The optimizers that a chained mcore optimizer drives, or the optimizer itself; those without parameters left out."""
+    """The optimizers that a chained mcore optimizer drives, or the optimizer itself; none that has no parameters."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False):
             yield inner
@@ -68,26 +69,27 @@ def is_torch_adam(optimizer: object) -> bool:
 
 
 def prepare_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Give torch's own Adam and SGD the state that mcore's checkpoints expect to find; existing values stay.
+    """Give the optimizers inside mcore's the state that its checkpoints expect to find; existing values stay.
 
-    mcore's distributed optimizer asserts one common step, which a never-stepped Adam lacks (no checkpoint before the first
-    step), and after loading lets all parameters share one step tensor, which each of them then increments. For SGD mcore
-    has no function that creates the momentum. Zeros are what the first step would begin with.
+    Zeros, as the first step would begin with: mcore saves no moments before that step, and its distributed optimizer
+    asserts that torch's Adam has a step by then. After loading, mcore lets all parameters share one step tensor, which
+    each of them would increment; here each gets its own. For SGD's momentum mcore has no function at all.
     """
     for outer in inner_optimizers(optimizer):
-        inner = outer.optimizer
+        inner, init_state = outer.optimizer, getattr(outer, "init_state_fn", None)
+        if init_state is not None and not outer.config.use_precision_aware_optimizer:
+            init_state(inner, outer.config)
         for group in inner.param_groups:
             for parameter in group["params"]:
-                if not parameter.is_leaf:  # ZeRO-1's shard of an fp32 weight: torch warns wherever mcore looks at its .grad
+                # ZeRO-1's shard of an fp32 weight is no leaf: torch would warn wherever mcore looks at its .grad.
+                if not parameter.is_leaf:
                     parameter.retain_grad()
                 state = inner.state[parameter]
                 if is_torch_adam(inner):
-                    for moment in ("exp_avg", "exp_avg_sq"):
-                        state.setdefault(moment, torch.zeros_like(parameter))
                     state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
-                elif isinstance(inner, torch.optim.SGD) and group["momentum"]:
+                elif init_state is None and group.get("momentum"):
                     state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-        if getattr(outer, "init_state_fn", None) is None:
+        if init_state is None:
             outer.init_state_fn = _state_exists
 
 
@@ -120,9 +122,11 @@ def build_scheduler(
         lr_decay_iters: iterations until the minimum is reached; by default `train_iters`.
         lr_warmup_init: learning rate at the start of the warm-up.
     Raises:
-        ValueError: the warm-up is not shorter than the decay.
+        ValueError: the warm-up is not shorter than the decay, or the `OptimizerConfig` has no lr.
     """
     decay = lr_decay_iters or train_iters
+    if optimizer.config.lr is None:
+        raise ValueError("OptimizerConfig.lr is None: the schedule needs its maximum; set lr")
     if lr_warmup_iters >= decay:
         raise ValueError(f"lr_warmup_iters ({lr_warmup_iters}) must be less than lr_decay_iters ({decay})")
     config: OptimizerConfig = optimizer.config

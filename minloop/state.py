@@ -1,6 +1,7 @@
 """`TrainState`: what one training run holds, carried from step to step. It has no behaviour of its own."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -42,9 +43,10 @@ class TrainState:
     report_names: list[str] = field(default_factory=list[str], repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, MegatronOptimizer):
+        optimizer: Any = self.optimizer  # most callers check no types
+        if not isinstance(optimizer, MegatronOptimizer):
             raise TypeError(
-                f"{type(self.optimizer).__name__} sees no gradients on DDP chunks: they are in parameter.main_grad while "
+                f"{type(optimizer).__name__} sees no gradients on DDP chunks: they are in parameter.main_grad while "
                 "parameter.grad stays None, so it would never change a weight; use build_optimizer"
             )
         bind_hooks(self.chunks, self.optimizer)

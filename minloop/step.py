@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,8 +28,8 @@ class StepMetrics:
         loss: 0-d float64 tensor, the first of `losses`.
         losses: name → 0-d float64 tensor, each the mean over the global batch's tokens (loss mask respected).
         num_tokens: 0-d float64 tensor, tokens with loss in the global batch.
-        grad_norm: 2-norm of the whole gradient before clipping; None when the step was skipped, clipping is off or in
-            evaluation.
+        grad_norm: 0-d float64 tensor, 2-norm of the whole gradient before clipping; None when the step was skipped,
+            clipping is off or in evaluation.
         learning_rate: the rate this step's update used.
         loss_scale: by which fp16 losses were multiplied; 1.0 otherwise.
         skipped: whether the update was skipped because of an overflow.
@@ -40,7 +40,7 @@ class StepMetrics:
     losses: dict[str, torch.Tensor]
     num_tokens: torch.Tensor
     num_samples: int
-    grad_norm: float | None = None
+    grad_norm: torch.Tensor | None = None
     learning_rate: float = 0.0
     loss_scale: float = 1.0
     skipped: bool = False
@@ -94,7 +94,8 @@ def train_step(
         num_microbatches: per data parallel rank, see `minloop.num_microbatches`.
         forward_step: called as ``forward_step(data_iterator, model)``, returns the model's output and its loss function
             with mcore's three-value contract (see `token_loss`).
-        micro_batch_size: samples of a microbatch; with `seq_length` (tokens of a full sequence) read off the first batch.
+        micro_batch_size: samples of a microbatch; read off the first batch unless given, as is `seq_length`, the tokens
+            of a full sequence.
     Raises:
         ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary.
         RuntimeError: the data ended before the step.
@@ -107,7 +108,8 @@ def train_step(
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
     reports = forward_backward(state, batches, forward_step, forward_only=False)
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
-    updated, grad_norm, _ = state.optimizer.step()
+    outcome: Any = state.optimizer.step()
+    updated, grad_norm, _ = outcome
     losses, tokens = reduce_reports(state, reports)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
     state.iteration += 1
@@ -121,7 +123,8 @@ def train_step(
         losses=losses,
         num_tokens=tokens,
         num_samples=num_samples,
-        grad_norm=grad_norm,
+        # a number, or with Transformer Engine a tensor that is still on its way
+        grad_norm=None if grad_norm is None else torch.as_tensor(grad_norm, dtype=torch.float64),
         learning_rate=learning_rate,
         loss_scale=loss_scale,
         skipped=not updated,
@@ -149,7 +152,7 @@ def eval_step(
 
 
 @contextlib.contextmanager
-def evaluating(state: TrainState) -> Iterator[None]:
+def evaluating(state: TrainState) -> Generator[None]:
     """While inside, the model is in evaluation mode and holds the weights after the last step."""
     training = [chunk.training for chunk in state.chunks]
     with gathered_parameters(state.chunks):
@@ -170,7 +173,7 @@ class Microbatches:
     ) -> None:
         self.count, self._data = count, iter(data)
         if micro_batch_size is None or seq_length is None:
-            first = self._next(0)
+            first: Batch = self._next(0)
             self._data = itertools.chain([first], self._data)
             micro_batch_size = micro_batch_size or first["tokens"].shape[0]
             seq_length = seq_length or first["tokens"].shape[1]
@@ -204,7 +207,7 @@ def forward_backward(
             f"virtual_pipeline_model_parallel_size ({vpp}) needs: change global_batch_size or micro_batch_size"
         )
     iterators = batches.iterators(len(state.chunks))
-    schedule = get_forward_backward_func(pp_size=pp, vp_size=vpp)
+    schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=vpp)
     return schedule(
         forward_step_func=forward_step,
         data_iterator=iterators if len(iterators) > 1 else iterators[0],

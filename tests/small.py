@@ -84,4 +84,4 @@ def train(
     """Train; returns (loss, gradient norm) of each step."""
     count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, micro_batch_size, state.groups)
     metrics = [minloop.train_step(state, loader, num_microbatches=count) for _ in range(steps)]
-    return [(step.loss.item(), float(step.grad_norm or 0.0)) for step in metrics]
+    return [(step.loss.item(), 0.0 if step.grad_norm is None else step.grad_norm.item()) for step in metrics]

@@ -149,9 +149,9 @@ def test_saves_before_the_first_step(tmp_path: Path) -> None:
 def load_weights_only(directory: str) -> tuple[int, float, float]:
     state = small_state(seed=77, bf16=True)
     minloop.load_checkpoint(directory, state, weights_only=True)
-    moments = sum(
-        float(s["exp_avg"].abs().sum()) for s in state.optimizer.chained_optimizers[0].optimizer.state.values()
-    )
+    chained: Any = state.optimizer
+    adam = chained.chained_optimizers[0].optimizer
+    moments = sum(float(s["exp_avg"].abs().sum()) for s in adam.state.values())
     history = train(state, text_loader(state), 1)
     minloop.shutdown_distributed()
     return state.iteration, moments, history[0][0]
@@ -176,6 +176,8 @@ def test_the_latest_complete_checkpoint_counts(tmp_path: Path) -> None:
     assert minloop.latest_checkpoint(tmp_path) == complete
     (tmp_path / "iter_0000003.unfinished").mkdir()
     assert minloop.latest_checkpoint(tmp_path) == complete
+    being_replaced = complete.rename(tmp_path / "iter_0000001.replaced")
+    assert minloop.latest_checkpoint(tmp_path) == being_replaced
 
 
 def load_only(path: str, options: dict[str, Any]) -> None:

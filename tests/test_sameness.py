@@ -1,4 +1,4 @@
-"""Every layout trains the same model: one initial checkpoint, the same global batches, the same losses and gradient norms."""
+"""Every layout trains the same model: same initial weights and global batches, same losses and gradient norms."""
 
 from pathlib import Path
 from typing import Any

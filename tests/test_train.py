@@ -50,11 +50,12 @@ def test_the_first_loss_is_that_of_chance_and_every_weight_moves(ranks: int, opt
 def gradient_sizes(ddp: dict[str, Any]) -> list[float]:
     """Sum of |main_grad| of five steps on one batch at learning rate 0."""
     state = small_state(lr=0.0, ddp=ddp)
+    parameters: list[Any] = [p for chunk in state.chunks for p in chunk.parameters()]
     batch = next(text_loader(state))
     sizes: list[float] = []
     for _ in range(5):
         minloop.train_step(state, [batch] * 2, num_microbatches=2)
-        sizes.append(sum(float(p.main_grad.abs().sum()) for c in state.chunks for p in c.parameters()))
+        sizes.append(sum(float(p.main_grad.abs().sum()) for p in parameters))
     minloop.shutdown_distributed()
     return sizes
 
@@ -67,7 +68,7 @@ def test_gradients_do_not_add_up_over_steps(ddp: dict[str, Any]) -> None:
 
 
 def reported_and_direct_loss() -> tuple[float, float]:
-    """The reported loss of a step, and sum over all tokens / number of tokens computed by hand from the same weights."""
+    """The reported loss of a step; and sum / number over all tokens, computed by hand from the same weights."""
     state = small_state(lr=0.0)
     count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, 2, state.groups)
     reported = minloop.train_step(state, text_loader(state), num_microbatches=count).loss.item()
@@ -133,9 +134,11 @@ def first_weights(seed: int, random_init: bool) -> torch.Tensor:
     config = minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1)
     groups = minloop.init_distributed(config, seed=seed, data_parallel_random_init=random_init)
     chunks = minloop.build_gpt_model(config, groups, vocab_size=8, max_sequence_length=4)
-    own = chunks[0].embedding.word_embeddings.weight.detach().clone()
-    wrapped = minloop.wrap_ddp(chunks, minloop.build_ddp_config(config), groups)
-    shared = wrapped[0].module.embedding.word_embeddings.weight.detach().clone()
+    model: Any = chunks[0]
+    own = model.embedding.word_embeddings.weight.detach().clone()
+    (wrapped,) = minloop.wrap_ddp(chunks, minloop.build_ddp_config(config), groups)
+    model = wrapped.module
+    shared = model.embedding.word_embeddings.weight.detach().clone()
     minloop.shutdown_distributed()
     return torch.stack([own, shared])
 
@@ -175,8 +178,9 @@ def test_an_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
 
 def twice_in_one_process() -> list[list[tuple[float, float]]]:
     """The same training twice, between them another layout: init and shutdown leave nothing behind."""
-    histories = []
-    for layout in ({}, {"tensor_model_parallel_size": 2}, {}):
+    histories: list[list[tuple[float, float]]] = []
+    layouts: list[dict[str, Any]] = [{}, {"tensor_model_parallel_size": 2}, {}]
+    for layout in layouts:
         state = small_state(**layout)
         histories.append(train(state, text_loader(state), 2))
         minloop.shutdown_distributed()

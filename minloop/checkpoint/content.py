@@ -1,10 +1,10 @@
-"""What a checkpoint holds: mcore's sharded state of model and optimizer, and beside it counters, random streams and records.
+"""What a checkpoint holds: mcore's sharded state of model and optimizer; beside it counters, random streams, records.
 
-Key names are Megatron-LM's (model or model0, model1, …; optimizer; opt_param_scheduler; rng_state; iteration); what it has
-no name for lies under "minloop".
+Key names are Megatron-LM's (model or model0, model1, …; optimizer; opt_param_scheduler; rng_state; iteration); what it
+has no name for lies under "minloop".
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
@@ -53,7 +53,7 @@ def layout(state: TrainState) -> dict[str, int]:
 
 
 def optimizer_kind(state: TrainState) -> str:
-    """How mcore lays the optimizer's state out: "fp32", "float16" (DDP with fp32 master weights) or "distributed" (ZeRO-1)."""
+    """mcore's form of the optimizer's state: "fp32", "float16" (DDP, fp32 master weights) or "distributed" (ZeRO-1)."""
     if state.chunks[0].ddp_config.use_distributed_optimizer:
         return "distributed"
     return "float16" if state.config.bf16 or state.config.fp16 else "fp32"
@@ -79,7 +79,7 @@ def model_state(state: TrainState, metadata: dict[str, Any]) -> dict[str, Any]:
 
 def unwrapped_models(state: TrainState) -> list[MegatronModule]:
     """The models inside the chunks' wrappers, whose names are those in checkpoints."""
-    return [unwrap_model(chunk) for chunk in state.chunks]  # pyright: ignore[reportReturnType]
+    return [cast(MegatronModule, unwrap_model(chunk)) for chunk in state.chunks]
 
 
 def model_keys(state: TrainState) -> list[str]:
@@ -98,7 +98,7 @@ def optimizer_state(
 
 def rng_state(state: TrainState) -> ShardedObject:
     """This rank's random streams: torch's CPU and GPU generators and mcore's tracker. Each rank stores its own."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     streams = {
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
@@ -111,7 +111,7 @@ def rng_state(state: TrainState) -> ShardedObject:
 
 def restore_rng_state(streams: dict[str, Any]) -> None:
     """Set this rank's random streams to stored ones."""
-    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     graph_safe = is_graph_safe_cuda_rng_tracker(tracker)
     torch.set_rng_state(streams["torch_rng_state"])
     torch.cuda.set_rng_state(streams["cuda_rng_state"])

@@ -36,7 +36,9 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     root = Path(directory)
     if not root.is_dir():
         return None
-    found = {int(match[1]): path for path in root.iterdir() if (match := re.fullmatch(r"iter_(\d{7,})", path.name))}
+    # A save over an existing iteration was cut short in mid-exchange if only the one being replaced has a name.
+    names = sorted(root.iterdir(), key=lambda path: not path.name.endswith(".replaced"))
+    found = {int(m[1]): path for path in names if (m := re.fullmatch(r"iter_(\d{7,})(\.replaced)?", path.name))}
     tracker = root / TRACKER
     newest = None
     if tracker.is_file() and (text := tracker.read_text().strip()).isdigit():
@@ -59,7 +61,8 @@ def resolve(path: str | Path) -> Path:
     if path.name.startswith("iter_") or not missing_parts(path):
         if missing := missing_parts(path):
             raise FileNotFoundError(
-                f"{path} is incomplete, it lacks {', '.join(missing)}: the save was cut short; load an earlier checkpoint"
+                f"{path} is incomplete, it lacks {', '.join(missing)}: the save was cut short; "
+                "load an earlier checkpoint"
             )
         return path
     newest = latest_checkpoint(path)
@@ -95,13 +98,16 @@ def begin(final: Path) -> Path:
 
 
 def commit(unfinished: Path, final: Path, iteration: int) -> None:
-    """Give a finished save its final name, then point the tracker at it; at every moment one complete checkpoint exists."""
+    """Give a finished save its final name, then point the tracker at it.
+
+    At every moment one complete checkpoint exists.
+    """
 
     def rename() -> None:
         replaced = final.with_name(final.name + ".replaced")
-        if replaced.exists():
-            shutil.rmtree(replaced)
         if final.exists():
+            if replaced.exists():
+                shutil.rmtree(replaced)
             final.rename(replaced)
         unfinished.rename(final)
         _write_durably(final.parent / TRACKER, str(iteration))

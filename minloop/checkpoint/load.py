@@ -1,7 +1,8 @@
 """Loading a checkpoint into a training state of whatever layout."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -9,7 +10,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from minloop.checkpoint import content, directory
-from minloop.checkpoint.optimizer_state import adapt_loaded, adapt_template, load_optimizer
+from minloop.checkpoint.optimizer_state import adapt_template, load_optimizer
 from minloop.checkpoint.save import Loaders, Positioned, named_loaders
 from minloop.data_parallel import gathered_parameters
 from minloop.messages import say_once, without_warnings
@@ -19,11 +20,11 @@ from minloop.state import TrainState
 def load_checkpoint(
     checkpoint: str | Path, state: TrainState, loader: Loaders = None, *, weights_only: bool = False
 ) -> Path:
-    """Restore weights, optimizer, schedule, counters, random streams and data position into whatever layout `state` has.
+    """Restore weights, optimizer, schedule, counters, random streams and data position, whatever the layout of `state`.
 
-    Every rank calls it. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ from
-    those saved. Random streams belong to a layout: in another one they are left as they are, which is said once if there
-    is dropout to draw from them.
+    Every rank calls it. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ
+    from those saved. Random streams belong to a layout: in another one they are left as they are, which is said once
+    if there is dropout to draw from them.
 
     Args:
         checkpoint: a checkpoint's directory, or the directory of a run's checkpoints: then the newest complete one.
@@ -33,13 +34,16 @@ def load_checkpoint(
         The directory loaded.
     Raises:
         FileNotFoundError: no complete checkpoint there.
-        ValueError: the checkpoint is of another architecture; the message names the fields.
+        ValueError: the checkpoint is of another architecture, lacks tensors of this state, or holds no position of a
+            loader, or one in other data; the message names the fields.
     """
     source = directory.resolve(checkpoint)
     with without_warnings():
         common = load_common_state_dict(source)
     saved: dict[str, Any] = common.get("minloop", {})
     _check_architecture(source, saved, state)
+    if not weights_only:
+        _position_loaders(saved, named_loaders(loader))
     metadata: dict[str, Any] = common.get("content_metadata") or content.save_metadata(state)
     kind = content.optimizer_kind(state)
     saved_kind: str = saved.get("optimizer_kind", kind)
@@ -50,9 +54,9 @@ def load_checkpoint(
         if weights_only:
             state.optimizer.reload_model_params()
         else:
-            load_optimizer(state, adapt_loaded(loaded["optimizer"], state, kind, saved_kind), kind, saved_kind)
+            load_optimizer(state, loaded["optimizer"], kind, saved_kind)
     if not weights_only:
-        _restore_the_rest(state, loaded, saved, dict(named_loaders(loader)))
+        _restore_the_rest(state, loaded, saved)
     return source
 
 
@@ -69,7 +73,8 @@ def _load_sharded(
             template["rng_state"] = content.rng_state(state)
     with without_warnings():
         # mcore calls "unexpected" what is asked for and not in the checkpoint
-        loaded, _, lacking = dist_checkpointing.load(template, str(source), strict=StrictHandling.RETURN_ALL)
+        answer = dist_checkpointing.load(template, str(source), strict=StrictHandling.RETURN_ALL)
+    loaded, _, lacking = cast("tuple[dict[str, Any], set[str], set[str]]", answer)
     # Layers' extra state (Transformer Engine's scaling factors) exists only where such layers saved it.
     if lacking := sorted(key for key in lacking if "_extra_state" not in key):
         raise ValueError(f"{source} lacks {len(lacking)} tensors that this state has: {', '.join(lacking[:5])}, …")
@@ -96,21 +101,23 @@ def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) 
         )
 
 
-def _restore_the_rest(
-    state: TrainState, loaded: dict[str, Any], saved: dict[str, Any], loaders: dict[str, Positioned]
-) -> None:
+def _position_loaders(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> None:
+    positions = saved.get("loaders", {})
+    for name in loaders:
+        if name not in positions:
+            raise ValueError(
+                f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}"
+            )
+    for name, loader in loaders.items():
+        loader.load_state_dict(positions[name])
+
+
+def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
     state.iteration = loaded["iteration"]
     state.consumed_samples = saved.get("consumed_samples", 0)
     state.skipped_iterations = saved.get("skipped_iterations", 0)
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    positions = saved.get("loaders", {})
-    for name, loader in loaders.items():
-        if name not in positions:
-            raise ValueError(
-                f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}"
-            )
-        loader.load_state_dict(positions[name])
     if "rng_state" in loaded:
         content.restore_rng_state(loaded["rng_state"])
     elif state.config.hidden_dropout or state.config.attention_dropout:

@@ -2,7 +2,7 @@
 
 import contextlib
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ class Positioned(Protocol):
         """The position as plain numbers and strings, equal on every rank."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go to a position that `state_dict` returned."""
         ...
 
@@ -38,11 +38,11 @@ def named_loaders(loaders: Loaders) -> Mapping[str, Positioned]:
 
 
 def save_checkpoint(checkpoints: str | Path, state: TrainState, loader: Loaders = None) -> Path:
-    """Save all that is needed to go on as if nothing had happened, into a new directory ``iter_0000005`` of `checkpoints`.
+    """Save all that is needed to go on as if nothing had happened, into a new directory of `checkpoints`.
 
-    Weights, optimizer state, schedule, counters, every rank's random streams, and the position of the loader or loaders.
-    Every rank calls it. The directory appears under its name when it is complete, and the tracker is written last; a save
-    that is cut short leaves the earlier checkpoints as they were.
+    Weights, optimizer state, schedule, counters, every rank's random streams, and the position of the loader or loaders
+    go into ``iter_0000005`` after iteration 5. Every rank calls it. The directory appears under its name when it is
+    complete, and the tracker is written last; a save that is cut short leaves the earlier checkpoints as they were.
 
     Args:
         checkpoints: the directory that holds all checkpoints of the run, seen by every rank.
@@ -55,8 +55,8 @@ def save_checkpoint(checkpoints: str | Path, state: TrainState, loader: Loaders 
     """
     if content.optimizer_kind(state) == "distributed" and state.optimizer.config.optimizer == "sgd":
         raise ValueError(
-            "optimizer='sgd' with use_distributed_optimizer=True: mcore's distributed optimizer saves Adam's state only; use "
-            "optimizer='adam' or use_distributed_optimizer=False"
+            "optimizer='sgd' with use_distributed_optimizer=True: mcore's distributed optimizer saves Adam's state "
+            "only; use optimizer='adam' or use_distributed_optimizer=False"
         )
     final = directory.iteration_directory(checkpoints, state.iteration)
     metadata = content.save_metadata(state)
@@ -92,11 +92,11 @@ def record(state: TrainState, loaders: Mapping[str, Positioned]) -> dict[str, An
 
 
 @contextlib.contextmanager
-def _results_stay_in_process() -> Iterator[None]:
+def _results_stay_in_process() -> Generator[None]:
     """Let mcore's writer hand its results back through a plain queue.
 
-    Its own queue belongs to a manager process that it spawns, which imports the user's script once more and outlives the
-    save; a synchronous save writes in this very process and needs none.
+    Its own queue belongs to a manager process that it spawns, which imports the user's script once more and outlives
+    the save; a synchronous save writes in this very process and needs none.
     """
     own = filesystem_async._results_queue  # pyright: ignore[reportPrivateUsage]
     filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportPrivateUsage]

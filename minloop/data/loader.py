@@ -222,7 +222,7 @@ def slice_batch_for_context_parallel(batch: Batch, groups: ProcessGroupCollectio
     return {**get_batch_on_this_cp_rank(per_token, is_hybrid_cp=False, cp_group=groups.cp), **per_sample}
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device | int) -> Batch:
     """Copy a batch to `device`; from pinned memory, as `Loader` gives it, without waiting for the copy."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 

@@ -44,7 +44,7 @@ def fused(
     on_gpu = query.device.type == "cuda"
     grouped = k.size(1) != q.size(1)
     if grouped and on_gpu and (mask is not None or query.dtype not in _HALF):
-        # What is left then is the memory-efficient kernel, which knows no groups.
+        # The memory-efficient kernel, the only one that may be left then, knows no groups.
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
         grouped = False
     with sdpa_kernel(list(kernels), set_priority=True) if on_gpu else contextlib.nullcontext():

@@ -1,0 +1,151 @@
+"""On GPUs, with Transformer Engine or without, whichever is installed: the same promises as on the CPU."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from small import small_config, small_state, text_loader, train
+
+import minloop
+
+pytestmark = pytest.mark.gpu
+SHARDED = {"use_distributed_optimizer": True}
+# Transformer Engine's kernels want multiples of 16; heads of 16, so that fused attention can take them.
+MODEL: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}
+
+
+def needs(gpus: int) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+
+
+def one_gpu() -> dict[str, Any]:
+    backend = minloop.cpu_backend()
+    state = small_state(**MODEL)
+    before = [p.detach().clone() for p in state.chunks[0].parameters()]
+    loader = text_loader(state)
+    history = train(state, loader, 1)
+    moved = sum(not torch.equal(a, b) for a, b in zip(before, state.chunks[0].parameters(), strict=True))
+    history += train(state, loader, 19)
+    report = {
+        "cpu_backend": backend.enabled,
+        "backend": dist.get_backend(),
+        "moved": moved == len(before),
+        "device": before[0].device.type,
+        "losses": [loss for loss, _ in history],
+    }
+    minloop.shutdown_distributed()
+    return report
+
+
+def test_one_gpu_trains() -> None:
+    needs(1)
+    (report,) = run_ranks(1, one_gpu)
+    assert (report["cpu_backend"], report["backend"], report["device"]) == (False, "nccl", "cuda")
+    assert report["moved"]
+    assert report["losses"][-1] < 0.75 * report["losses"][0]
+
+
+def save_initial(directory: str, fields: dict[str, Any]) -> None:
+    minloop.save_checkpoint(directory, small_state(**MODEL, **fields))
+    minloop.shutdown_distributed()
+
+
+def run(directory: str, options: dict[str, Any], steps: int, save: bool = False) -> list[tuple[float, float]]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    state = small_state(seed=99, **(MODEL | options))
+    loader = text_loader(state)
+    source = minloop.latest_checkpoint(directory)
+    assert source is not None
+    minloop.load_checkpoint(source, state, None if source.name == "iter_0000000" else loader)
+    history = train(state, loader, steps)
+    if save:
+        minloop.save_checkpoint(directory, state, loader)
+    minloop.shutdown_distributed()
+    return history
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP2 ZeRO-1": {"ddp": SHARDED},
+    "TP2": {"tensor_model_parallel_size": 2},
+    "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "PP2": {"pipeline_model_parallel_size": 2},
+    "PP2 VPP2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "CP2, local layers": {"context_parallel_size": 2, "transformer_impl": "local"},
+}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[tuple[float, float]]]:
+    needs(2)
+    directory = str(tmp_path_factory.mktemp("initial"))
+    run_ranks(1, save_initial, directory, {})
+    return directory, run_ranks(1, run, directory, {}, 20)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_gpus_train_the_same_model_as_one(reference: Any, layout: str) -> None:
+    directory, expected = reference
+    history = run_ranks(2, run, directory, LAYOUTS[layout], 20)[0]
+    assert max(abs(a[0] - b[0]) / b[0] for a, b in zip(history, expected, strict=True)) <= 1e-5
+    assert max(abs(a[1] - b[1]) / b[1] for a, b in zip(history, expected, strict=True)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ddp": SHARDED, "bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True, "hidden_dropout": 0.1},
+        {"pipeline_model_parallel_size": 2, "fp16": True},
+    ],
+    ids=["DP2 ZeRO-1 bf16, dropout", "TP2+SP bf16, dropout", "PP2 fp16"],
+)
+def test_resumes_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    needs(2)
+    run_ranks(2, save_initial, str(tmp_path), options)
+    straight = run_ranks(2, run, str(tmp_path), options, 8)
+    first = run_ranks(2, run, str(tmp_path), options, 4, save=True)
+    second = run_ranks(2, run, str(tmp_path), options, 4)
+    assert [a + b for a, b in zip(first, second, strict=True)] == straight
+
+
+def logits(directory: str, options: dict[str, Any]) -> torch.Tensor:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    state = small_state(seed=99, **(MODEL | options))
+    minloop.load_checkpoint(directory, state)
+    result = minloop.forward_logits(state, torch.arange(32)[None])
+    minloop.shutdown_distributed()
+    return result.cpu()
+
+
+def test_local_layers_read_the_default_layers_checkpoint(tmp_path: Path) -> None:
+    needs(1)
+    run_ranks(1, save_initial, str(tmp_path), {})
+    default, local = (run_ranks(1, logits, str(tmp_path), o)[0] for o in ({}, {"transformer_impl": "local"}))
+    assert torch.allclose(default, local, atol=1e-5)
+
+
+def share_a_gpu() -> None:
+    os.environ["LOCAL_RANK"] = "0"
+    minloop.init_distributed(small_config(), seed=1)
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    needs(1)
+    with pytest.raises(RankError, match=r"ranks . and . share GPU 0"):
+        run_ranks(2, share_a_gpu, timeout=60)
+
+
+def beyond_the_last_gpu() -> None:
+    os.environ["LOCAL_RANK"] = str(torch.cuda.device_count())
+    minloop.init_distributed(small_config(), seed=1)
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    needs(1)
+    with pytest.raises(RankError, match=r"this machine shows \d+ GPU\(s\): start at most one rank per GPU"):
+        run_ranks(1, beyond_the_last_gpu, timeout=60)
