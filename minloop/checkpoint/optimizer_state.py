@@ -78,7 +78,7 @@ def _settings_and_step(part: dict[Any, Any], saved_kind: str) -> tuple[list[dict
 def _settings_for(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], step: float, kind: str
 ) -> list[dict[str, Any]]:
-    """Saved settings as this optimizer's class knows them: torch's Adam and Transformer Engine's differ in their keys."""
+    """Saved settings under the keys that this optimizer's class has: torch's Adam and Transformer Engine's differ."""
     own = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "step")}
     fitting = [own | {key: value for key, value in group.items() if key in own} for group in groups]
     if is_torch_adam(optimizer):
