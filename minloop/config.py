@@ -23,7 +23,7 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     Where a field is not given: `params_dtype` and `pipeline_dtype` follow bf16/fp16; `transformer_impl` is Transformer
     Engine where there is one and a GPU, otherwise local; interleaved pipelines overlap their communication; the loss is
     averaged over the tokens of the global batch (`calculate_per_token_loss`), the only average that no layout changes;
-    on a GPU mcore's fusions are on. All other fields keep mcore's defaults.
+    mcore's fusions that suit the model are on. All other fields keep mcore's defaults.
 
     Args:
         config_class: `TransformerConfig` or a subclass of it (`MLATransformerConfig`, your own).
@@ -41,9 +41,7 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     if draft.virtual_pipeline_model_parallel_size is not None or draft.pipeline_model_parallel_layout is not None:
         overlap = fields.get("overlap_p2p_comm", True)
         chosen["overlap_p2p_comm"], chosen["batch_p2p_comm"] = overlap, not overlap
-    if torch.cuda.is_available():
-        chosen |= _fusions(draft)
-    chosen |= fields
+    chosen |= _fusions(draft) | fields
     check_config(SimpleNamespace(**(defaults | chosen)))
     config = config_class(**chosen)
     check_config(config)
@@ -51,7 +49,11 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
 
 
 def _fusions(draft: SimpleNamespace) -> dict[str, bool]:
-    """mcore's fused kernels that are valid for this config; as a library mcore leaves all of them off."""
+    """mcore's fusions that are valid for this config; as a library mcore leaves all of them off.
+
+    They do not depend on the machine, but for RoPE's kernel: mcore's fused GELU is the tanh approximation, so that with
+    and without it a model is not the same one.
+    """
     gelu = draft.activation_func is F.gelu and draft.add_bias_linear and not draft.gated_linear_unit
     swiglu = draft.activation_func is F.silu and draft.gated_linear_unit
     return {
@@ -60,7 +62,8 @@ def _fusions(draft: SimpleNamespace) -> dict[str, bool]:
         "apply_rope_fusion": use_transformer_engine()
         and not draft.rotary_interleaved
         and not draft.multi_latent_attention,
-        "cross_entropy_loss_fusion": not draft.deterministic_mode,
+        # whatever the precision, its gradient is rounded to bf16
+        "cross_entropy_loss_fusion": draft.bf16 and not draft.deterministic_mode,
     }
 
 

@@ -37,6 +37,22 @@ def test_derived_fields_are_mcores() -> None:
     assert isinstance(config, minloop.TransformerConfig)
 
 
+def test_the_fusions_suit_the_model_whatever_the_machine() -> None:
+    gelu, swiglu, other = (
+        minloop.build_config(**MODEL, **fields)
+        for fields in (
+            {},
+            {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False},
+            {"activation_func": F.relu},
+        )
+    )
+    assert [config.bias_activation_fusion for config in (gelu, swiglu, other)] == [True, True, False]
+    assert all(config.bias_dropout_fusion and not config.cross_entropy_loss_fusion for config in (gelu, swiglu, other))
+    assert minloop.build_config(**MODEL, bf16=True).cross_entropy_loss_fusion is True
+    assert minloop.build_config(**MODEL, bf16=True, deterministic_mode=True).cross_entropy_loss_fusion is False
+    assert minloop.build_config(**MODEL, bias_activation_fusion=False).bias_activation_fusion is False
+
+
 def test_any_field_can_be_given_and_a_subclass_used() -> None:
     config = minloop.build_config(**MODEL, calculate_per_token_loss=False, activation_func=F.silu)
     assert config.calculate_per_token_loss is False
