@@ -51,10 +51,18 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
 
     The batch holds full sequences, [b, s]; the part of this context parallel rank is cut here. Intermediate pipeline
     stages read the batch too, so that every rank's data advances alike, but move nothing to their device.
+
+    Raises:
+        ValueError: a token id outside the vocabulary, or a packed batch.
     """
     batch = next(data)
     if not (model_attribute(model, "pre_process") or model_attribute(model, "post_process")):
         return model(None, None, None), _no_loss
+    if "cu_seqlens" in batch:
+        raise ValueError(
+            "the batch has cu_seqlens (inter_document_masking=True), which gpt_forward_step would ignore: attention would "
+            "cross documents; set inter_document_masking=False or pass a forward_step that hands on packed_seq_params"
+        )
     check_token_ids(batch, model_attribute(model, "vocab_size"))
     groups = model_attribute(model, "pg_collection")
     batch = to_device(slice_batch_for_context_parallel(batch, groups), torch.cuda.current_device())
@@ -102,7 +110,8 @@ def train_step(
     """
     learning_rate = state.optimizer.param_groups[0]["lr"]
     for chunk in state.chunks:
-        chunk.train()
+        if not chunk.training:
+            chunk.train()
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)

@@ -253,6 +253,12 @@ def token_beyond_the_vocabulary() -> None:
     minloop.train_step(state, [batch], num_microbatches=1)
 
 
+def packed_batch() -> None:
+    state = small_state()
+    batch = next(text_loader(state)) | {"cu_seqlens": torch.zeros(2, 33, dtype=torch.int32)}
+    minloop.train_step(state, [batch], num_microbatches=1)
+
+
 def odd_microbatches_with_virtual_stages() -> None:
     state = small_state(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     minloop.train_step(state, text_loader(state), num_microbatches=3)
@@ -267,6 +273,7 @@ def odd_microbatches_with_virtual_stages() -> None:
         (1, contradicting_optimizer_config, "OptimizerConfig.use_distributed_optimizer is True"),
         (1, too_few_batches, "the data ended: 1 of this step's 2 microbatches"),
         (1, token_beyond_the_vocabulary, str(VOCAB_SIZE)),
+        (1, packed_batch, "would ignore: attention would cross documents"),
         (2, odd_microbatches_with_virtual_stages, r"num_microbatches \(3\) is not a multiple of pipeline"),
     ],
 )
