@@ -60,8 +60,9 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
         return model(None, None, None), _no_loss
     if "cu_seqlens" in batch:
         raise ValueError(
-            "the batch has cu_seqlens (inter_document_masking=True), which gpt_forward_step would ignore: attention would "
-            "cross documents; set inter_document_masking=False or pass a forward_step that hands on packed_seq_params"
+            "the batch has cu_seqlens (inter_document_masking=True), which gpt_forward_step would ignore: attention "
+            "would cross documents; set inter_document_masking=False, or pass a forward_step that hands on "
+            "packed_seq_params"
         )
     check_token_ids(batch, model_attribute(model, "vocab_size"))
     groups = model_attribute(model, "pg_collection")
