@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, use_transformer_engine
 
 
-def build_config[Config: TransformerConfig](config_class: type[Config] = TransformerConfig, **fields: Any) -> Config:
+def build_config[Config: TransformerConfig](config_class: type[Config] = TransformerConfig, /, **fields: Any) -> Config:
     """Build mcore's `TransformerConfig` with the settings that are right and fast on this machine.
 
     Where a field is not given: `params_dtype` and `pipeline_dtype` follow bf16/fp16; `transformer_impl` is Transformer

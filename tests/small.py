@@ -34,7 +34,9 @@ class Text(Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def small_config(**fields: Any) -> minloop.TransformerConfig:
+def small_config(
+    config_class: type[minloop.TransformerConfig] = minloop.TransformerConfig, **fields: Any
+) -> minloop.TransformerConfig:
     defaults: dict[str, Any] = {
         "num_layers": 4,
         "hidden_size": 32,
@@ -43,7 +45,7 @@ def small_config(**fields: Any) -> minloop.TransformerConfig:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    return minloop.build_config(**(defaults | fields))
+    return minloop.build_config(config_class, **(defaults | fields))
 
 
 def small_state(
