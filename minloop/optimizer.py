@@ -13,6 +13,10 @@ from megatron.core.utils import get_model_config
 from minloop.messages import without_warnings
 
 
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon", "soap", "adaptive_muon")
+
+
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel],
     optimizer_config: OptimizerConfig,
@@ -32,6 +36,11 @@ def build_optimizer(
     for chunk in chunks:
         if not hasattr(chunk, "ddp_config"):
             raise TypeError(f"{type(chunk).__name__} is not wrapped for data parallelism: call wrap_ddp first")
+    if optimizer_config.optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"OptimizerConfig.optimizer {optimizer_config.optimizer!r} is none of {', '.join(OPTIMIZERS)}; AdamW is "
+            "'adam' with decoupled_weight_decay=True, its default"
+        )
     config, ddp_config = get_model_config(chunks[0]), chunks[0].ddp_config
     for name, expected in (
         ("bf16", config.bf16),
@@ -118,13 +127,18 @@ def build_scheduler(
     samples each. Iteration 0 runs at the warm-up's start.
 
     Args:
-        lr_decay_style: "constant", "linear", "cosine", "inverse-square-root" or "WSD".
+        lr_decay_style: "constant", "linear", "cosine", "inverse-square-root" or "WSD" (needs `lr_wsd_decay_iters`).
         lr_decay_iters: iterations until the minimum is reached; by default `train_iters`.
         lr_warmup_init: learning rate at the start of the warm-up.
     Raises:
-        ValueError: the warm-up is not shorter than the decay, or the `OptimizerConfig` has no lr.
+        ValueError: the warm-up is not shorter than the decay, an unknown style, WSD without the length of its decay, or
+            an `OptimizerConfig` without lr.
     """
     decay = lr_decay_iters or train_iters
+    if lr_decay_style not in LR_DECAY_STYLES:
+        raise ValueError(f"lr_decay_style {lr_decay_style!r} is none of {', '.join(LR_DECAY_STYLES)}")
+    if lr_decay_style == "WSD" and lr_wsd_decay_iters is None:
+        raise ValueError("lr_decay_style='WSD' needs lr_wsd_decay_iters, the iterations of its final decay")
     if optimizer.config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: the schedule needs its maximum; set lr")
     if lr_warmup_iters >= decay:
@@ -145,4 +159,7 @@ def build_scheduler(
         wd_incr_style=weight_decay_incr_style,
         wsd_decay_steps=None if lr_wsd_decay_iters is None else lr_wsd_decay_iters * global_batch_size,
         lr_wsd_decay_style=lr_wsd_decay_style,
+        # the schedule built here holds; a checkpoint only says how far it has come
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

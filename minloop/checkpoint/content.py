@@ -49,7 +49,7 @@ def architecture(state: TrainState) -> dict[str, Any]:
 def layout(state: TrainState) -> dict[str, int]:
     """The sizes of this layout's groups."""
     groups = state.groups
-    return {"tp": groups.tp.size(), "cp": groups.cp.size(), "pp": groups.pp.size(), "dp": groups.dp.size()}
+    return {name: getattr(groups, name).size() for name in ("tp", "cp", "ep", "expt_tp", "pp", "dp")}
 
 
 def optimizer_kind(state: TrainState) -> str:

@@ -22,7 +22,8 @@ def load_checkpoint(
 ) -> Path:
     """Restore weights, optimizer, schedule, counters, random streams and data position, whatever the layout of `state`.
 
-    Every rank calls it. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ
+    Every rank calls it. Learning rate, schedule and other settings are those of `state`; the schedule goes on from the
+    saved position, so that a run can be extended by building a longer one. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ
     from those saved. Random streams belong to a layout: in another one they are left as they are, which is said once
     if there is dropout to draw from them.
 
@@ -54,7 +55,7 @@ def load_checkpoint(
         if weights_only:
             state.optimizer.reload_model_params()
         else:
-            load_optimizer(state, loaded["optimizer"], kind, saved_kind)
+            load_optimizer(state, loaded["optimizer"], common.get("optimizer"), kind, saved_kind)
     if not weights_only:
         _restore_the_rest(state, loaded, saved)
     return source
@@ -68,7 +69,7 @@ def _load_sharded(
         own = metadata | content.save_metadata(state)
         template["optimizer"] = content.optimizer_state(state, dict(template), own, is_loading=True)
         kind = content.optimizer_kind(state)
-        adapt_template(template["optimizer"], kind, saved.get("optimizer_kind", kind))
+        adapt_template(template["optimizer"], state, kind, saved.get("optimizer_kind", kind))
         if saved.get("layout") == content.layout(state):
             template["rng_state"] = content.rng_state(state)
     with without_warnings():
@@ -118,6 +119,8 @@ def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str
     state.skipped_iterations = saved.get("skipped_iterations", 0)
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    elif state.scheduler is not None:  # saved without a schedule: go to where this one would be by now
+        state.scheduler.step(increment=state.consumed_samples)
     if "rng_state" in loaded:
         content.restore_rng_state(loaded["rng_state"])
     elif state.config.hidden_dropout or state.config.attention_dropout:

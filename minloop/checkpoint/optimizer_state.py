@@ -5,18 +5,22 @@ Forms (see `content.optimizer_kind`). In all three, moments lie under "optimizer
     fp32         DDP, fp32 weights: the weights are the master weights
     float16      DDP, bf16 or fp16 weights: master weights under "optimizer.state.fp32_param.<weight>"
     distributed  ZeRO-1: master weights under "optimizer.state.param.<weight>"
+
+Settings (learning rate, betas, …) are not loaded: those of the optimizer at hand hold, and its schedule goes on from the
+saved position. What is loaded beside the tensors is the number of steps and the loss scale.
 """
 
-import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from minloop.optimizer import inner_optimizers, is_torch_adam, prepare_optimizer_state
+from minloop.optimizer import is_torch_adam, prepare_optimizer_state
 from minloop.state import TrainState
 
 MASTER_WEIGHT_PREFIX = {
@@ -26,11 +30,23 @@ MASTER_WEIGHT_PREFIX = {
 }
 
 
-def adapt_template(template: dict[str, Any], kind: str, saved_kind: str) -> None:
-    """Make the template of one form ask for the master weights where another form stored them, in place.
+def parts(state: TrainState, content: dict[Any, Any]) -> Iterator[tuple[MegatronOptimizer, dict[Any, Any]]]:
+    """Each optimizer that mcore chained (dense and expert parameters have one each) with its part of the content."""
+    chained: list[Any] = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
+    for index, optimizer in enumerate(chained):
+        if not getattr(optimizer, "is_stub_optimizer", False):
+            yield optimizer, content if len(chained) == 1 else content[index]
+
+
+def adapt_template(template: dict[Any, Any], state: TrainState, kind: str, saved_kind: str) -> None:
+    """Make a template of one form ask for the tensors where another form stored them, in place.
 
     Where the saved weights were themselves the master weights, nothing is asked for: `load_optimizer` copies them.
     """
+    for _, part in parts(state, template):  # in lists of settings, saved and own ones would have to be of one length
+        part.pop("param_groups", None)
+        if "optimizer" in part:
+            part["optimizer"].pop("param_groups", None)
     if kind in (saved_kind, "fp32"):
         return
     ours, theirs = MASTER_WEIGHT_PREFIX[kind], MASTER_WEIGHT_PREFIX[saved_kind]
@@ -45,49 +61,67 @@ def adapt_template(template: dict[str, Any], kind: str, saved_kind: str) -> None
     dict_list_map_inplace(rename, template)
 
 
-def load_optimizer(state: TrainState, loaded: dict[Any, Any], kind: str, saved_kind: str) -> None:
-    """Load the optimizer's state from any form; call it after the weights, without gradient tracking."""
-    optimizers = list(inner_optimizers(state.optimizer))
-    parts = [loaded] if len(optimizers) == 1 else [loaded[index] for index in range(len(optimizers))]
-    for optimizer, part in zip(optimizers, parts, strict=True):
-        groups, step = _settings_and_step(part, saved_kind)
-        groups = _settings_for(optimizer.optimizer, groups, step, kind)
+def saved_progress(content: Any) -> dict[str, Any]:
+    """Find, in whatever form and depth it was saved, the number of steps ("step") and the "grad_scaler", if any."""
+    found: dict[str, Any] = {"step": 0.0}
+    stack = [content]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            for key in ("step", "common_step"):  # in settings by Transformer Engine and ZeRO-1; in the state by torch
+                if key in node:
+                    found["step"] = max(found["step"], float(node[key]))
+            if "grad_scaler" in node:
+                found["grad_scaler"] = node["grad_scaler"]
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
+    return found
+
+
+def load_optimizer(state: TrainState, loaded: dict[Any, Any], saved: Any, kind: str, saved_kind: str) -> None:
+    """Load the optimizer's state; call it after the weights, without gradient tracking.
+
+    Args:
+        loaded: the tensors, in the form of `state`'s own optimizer.
+        saved: the rest of the optimizer's saved content, in the form in which it was saved.
+    """
+    progress = saved_progress(saved)
+    scaler = {key: value for key, value in progress.items() if key == "grad_scaler"}
+    for optimizer, part in parts(state, loaded):
+        groups = _own_settings(optimizer.optimizer, progress["step"], kind)
         if kind == "distributed":
-            _load_distributed(cast(DistributedOptimizer, optimizer), part, groups, saved_kind)
+            _load_distributed(cast(DistributedOptimizer, optimizer), part["param_state"], groups, scaler, saved_kind)
             continue
-        inner = part["optimizer"] if kind == "float16" else part
-        own = [group["params"] for group in inner["param_groups"]]  # this rank's numbering, kept by the template
-        inner["param_groups"] = [group | {"params": params} for group, params in zip(groups, own, strict=True)]
+        inner: dict[str, Any] = {
+            "state": (part["optimizer"] if kind == "float16" else part).get("state", {}),
+            "param_groups": groups,
+        }
+        inner["state"].pop("common_step", None)
         if is_torch_adam(optimizer.optimizer):
-            inner["state"]["common_step"] = torch.tensor(step)
-        optimizer.load_state_dict(part)
+            inner["state"]["common_step"] = torch.tensor(progress["step"])
+        if kind == "float16":
+            inner = {"optimizer": inner, "fp32_from_fp16_params": part["fp32_from_fp16_params"]} | scaler
+        optimizer.load_state_dict(inner)
     if saved_kind == "fp32" and kind == "float16":
         state.optimizer.reload_model_params()
     prepare_optimizer_state(state.optimizer)
 
 
-def _settings_and_step(part: dict[Any, Any], saved_kind: str) -> tuple[list[dict[str, Any]], float]:
-    """The saved parameter groups and the number of steps, taken out of `part` from wherever that form has them."""
-    holder = part if saved_kind == "fp32" else part["optimizer"]
-    groups = copy.deepcopy(holder["param_groups"])
-    in_groups = [group.pop("step", 0) for group in groups]  # Transformer Engine's Adam; any distributed optimizer
-    in_state = holder.get("state", {}).pop("common_step", 0)  # torch's Adam; mcore leaves a step of 0 out
-    return groups, float(max(*in_groups, in_state))
-
-
-def _settings_for(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], step: float, kind: str
-) -> list[dict[str, Any]]:
-    """Saved settings under the keys that this optimizer's class has: torch's Adam and Transformer Engine's differ."""
-    own = {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "step")}
-    fitting = [own | {key: value for key, value in group.items() if key in own} for group in groups]
+def _own_settings(optimizer: torch.optim.Optimizer, step: float, kind: str) -> list[dict[str, Any]]:
+    """This optimizer's parameter groups, with the step where its class keeps it."""
+    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
     if is_torch_adam(optimizer):
-        return [group | {"step": step} for group in fitting] if kind == "distributed" else fitting
-    return [group | {"step": int(step)} for group in fitting] if step else fitting
+        return [group | {"step": step} for group in groups] if kind == "distributed" else groups
+    return [group | {"step": int(step)} for group in groups] if step else groups
 
 
 def _load_distributed(
-    optimizer: DistributedOptimizer, part: dict[Any, Any], groups: list[dict[str, Any]], saved_kind: str
+    optimizer: DistributedOptimizer,
+    tensors: dict[int, dict[str, Any]],
+    groups: list[dict[str, Any]],
+    scaler: dict[str, Any],
+    saved_kind: str,
 ) -> None:
     """Load into mcore's distributed optimizer.
 
@@ -95,14 +129,11 @@ def _load_distributed(
     be out of the way while moments are copied, nothing may be tracked, and afterwards every parameter must own its
     step, which is the work of `prepare_optimizer_state`.
     """
-    tensors = part["param_state"]
     if saved_kind == "fp32":  # the weights, just loaded, were the master weights
         weights = [weight for buffer in optimizer.buffers for weight in buffer.param_index_map]  # mcore's numbering
         for number, weight in enumerate(weights):
             tensors[number]["param"] = weight.detach()
-    settings = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    scaler = {key: part[key] for key in ("grad_scaler",) if key in part}
-    optimizer.load_state_dict(settings | scaler)
+    optimizer.load_state_dict({"optimizer": {"param_groups": groups}} | scaler)
     adam_states = list(optimizer.optimizer.state.values())
     steps = [adam_state.pop("step", None) for adam_state in adam_states]
     optimizer.load_parameter_state_from_fully_reshardable(tensors)
