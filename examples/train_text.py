@@ -7,7 +7,6 @@ Prints the bits per byte of held-out files before and after, and a sample. About
 
 import math
 import sysconfig
-import tempfile
 import time
 from pathlib import Path
 
@@ -48,12 +47,12 @@ def build_state(train_iters, **layout):
     return minloop.TrainState(chunks, optimizer, scheduler, config, groups)
 
 
-def build_text(num_files):
+def build_text(num_files, directory="checkpoints/text"):
     """Write the sources as .bin and .idx on one rank, once; return the training and validation datasets."""
-    prefix = Path(tempfile.gettempdir()) / f"minloop-stdlib-{num_files}" / "text"
+    prefix = Path(directory) / f"stdlib-{num_files}" / "text"
     tokenizer = minloop.build_byte_tokenizer()
     if dist.get_rank() == 0 and not prefix.with_suffix(".idx").exists():
-        prefix.parent.mkdir(exist_ok=True)
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:num_files]
         minloop.write_indexed((file.read_text("utf-8", errors="replace") for file in files), prefix, tokenizer)
     dist.barrier()

@@ -19,6 +19,16 @@ HOOKS = (
 )
 """Fields of `TransformerConfig` that belong to one training state, not to a description of a model."""
 
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
 STAGE_FIELDS = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_in_first_pipeline_stage",
@@ -60,6 +70,21 @@ def check_config(config: Any) -> None:
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not getattr(config, name):
             raise ValueError(f"{name} is not set: give build_config({name}=...)")
+    for name in SIZES:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: it must be at least 1")
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: it must be from 0 up to, not including, 1")
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(config.params_dtype)
+    if half is not None and not getattr(config, half):
+        raise ValueError(
+            f"params_dtype is {config.params_dtype} but {half} is False: set {half}=True, and no params_dtype"
+        )
+    if config.multi_latent_attention and not hasattr(config, "kv_lora_rank"):
+        raise ValueError(
+            "multi_latent_attention=True needs fields that only MLATransformerConfig has: build that class"
+        )
     if config.fp16 and config.bf16:
         raise ValueError("fp16=True and bf16=True: choose one")
     if config.transformer_impl == "inference_optimized":
@@ -146,6 +171,12 @@ def _check_experts(config: Any) -> None:
 
 
 def _check_context_parallel(config: Any) -> None:
+    if config.context_parallel_size > 1 and config.mtp_num_layers:
+        raise ValueError(
+            f"mtp_num_layers ({config.mtp_num_layers}) with context_parallel_size ({config.context_parallel_size}): "
+            "mcore scales the loss of predicted tokens by each rank's own part of the sequence, which trains another "
+            "model; set mtp_num_layers=None or context_parallel_size=1"
+        )
     cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     product = 1
     for size in hierarchy or ():

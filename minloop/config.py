@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, use_transformer_engine
 
@@ -38,7 +39,7 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     chosen["params_dtype"] = torch.bfloat16 if draft.bf16 else torch.float16 if draft.fp16 else torch.float32
     chosen["pipeline_dtype"] = fields.get("params_dtype", chosen["params_dtype"])
     chosen["transformer_impl"] = "transformer_engine" if use_transformer_engine() else "local"
-    if draft.virtual_pipeline_model_parallel_size is not None or draft.pipeline_model_parallel_layout is not None:
+    if _virtual_stages(draft) > 1:
         overlap = fields.get("overlap_p2p_comm", True)
         chosen["overlap_p2p_comm"], chosen["batch_p2p_comm"] = overlap, not overlap
     chosen |= _fusions(draft) | fields
@@ -46,6 +47,14 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     config = config_class(**chosen)
     check_config(config)
     return config
+
+
+def _virtual_stages(draft: SimpleNamespace) -> int:
+    """Virtual pipeline stages, given by number or by the stages of a layout."""
+    layout = draft.pipeline_model_parallel_layout
+    if layout is None:
+        return draft.virtual_pipeline_model_parallel_size or 1
+    return PipelineParallelLayerLayout(layout, draft.pipeline_model_parallel_size).virtual_pipeline_model_parallel_size
 
 
 def _fusions(draft: SimpleNamespace) -> dict[str, bool]:

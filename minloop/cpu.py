@@ -245,6 +245,5 @@ def light_mcore_import() -> Generator[None]:
             undo.callback(_set(torch, "compile", _lazy_compile))
         undo.callback(_set(logging.getLogger("torch.utils.cpp_extension"), "disabled", True))
         undo.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-        warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*megatron")
+        warnings.filterwarnings("ignore", module=r".*megatron")
         yield

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from minloop.data import slice_batch_for_context_parallel, to_device
+from minloop.microbatches import Microbatches
 from minloop.state import TrainState
-from minloop.step import Microbatches, evaluating, forward_backward, model_attribute
+from minloop.step import check_tokens, evaluating, forward_backward, model_attribute
 
 
 @torch.no_grad()
@@ -22,9 +23,16 @@ def forward_logits(state: TrainState, tokens: torch.Tensor) -> torch.Tensor:
     Returns:
         [b, s, vocab_size] float32.
     """
-    batch = {"tokens": tokens, "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens)}
+    batch = {
+        "tokens": tokens,
+        "labels": tokens,  # to be checked like a batch; no loss is computed
+        "loss_mask": torch.zeros(tokens.shape),
+        "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens),
+    }
     with evaluating(state):
-        reports = forward_backward(state, Microbatches([batch], 1), _logits_step, forward_only=True)
+        # interleaved schedules want as many microbatches as stages
+        count = state.groups.pp.size() if state.config.virtual_pipeline_model_parallel_size else 1
+        reports = forward_backward(state, Microbatches([batch] * count, count), _logits_step, forward_only=True)
     groups = state.groups
     shape = (*tokens.shape, model_attribute(state.chunks[0], "vocab_size"))
     logits = torch.empty(shape, device=torch.cuda.current_device())
@@ -37,7 +45,9 @@ def forward_logits(state: TrainState, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _logits_step(data: Any, model: torch.nn.Module) -> Any:
-    batch = slice_batch_for_context_parallel(next(data), model_attribute(model, "pg_collection"))
+    batch = next(data)
+    check_tokens(batch, model)
+    batch = slice_batch_for_context_parallel(batch, model_attribute(model, "pg_collection"))
     batch = to_device(batch, torch.cuda.current_device())
     output = model(batch["tokens"], batch["position_ids"], None)
     return output, lambda logits: (logits.new_zeros(()), {"logits": logits})

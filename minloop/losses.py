@@ -30,10 +30,25 @@ def token_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Ten
     return total, tokens.to(torch.int32), {"lm loss": torch.stack([total.detach(), tokens])}
 
 
-def reduce_reports(state: TrainState, reports: list[Report]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Sum [sum, tokens] over microbatches, data and context parallel ranks; give every pipeline stage the result."""
+def reduce_reports(
+    state: TrainState, reports: list[Report], forward_step: Callable[..., Any]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Sum [sum, count] over microbatches, data and context parallel ranks; give every pipeline stage the result.
+
+    Returns:
+        The means by name, and the count of the first, 0-d float64 tensors.
+    Raises:
+        ValueError: a report that is empty or not of the form {name: [sum, count]}.
+    """
     groups, last = state.groups, dist.get_process_group_ranks(state.groups.pp)[-1]
-    names = _report_names(state, reports)
+    for report in reports:
+        if not report or any(value.shape != (2,) for value in report.values()):
+            shapes = {name: list(value.shape) for name, value in report.items()}
+            raise ValueError(
+                "a loss function must report {name: [sum, count]}, tensors of shape [2], for the mean over the global "
+                f"batch; it reported {shapes}"
+            )
+    names = _report_names(state, reports, forward_step)
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=torch.cuda.current_device())
     if reports:
         for report in reports:
@@ -44,12 +59,12 @@ def reduce_reports(state: TrainState, reports: list[Report]) -> tuple[dict[str, 
     return {name: row[0] / row[1].clamp(min=1) for name, row in zip(names, sums, strict=True)}, sums[0, 1]
 
 
-def _report_names(state: TrainState, reports: list[Report]) -> list[str]:
-    """The names a forward step reports; stages without a loss learn them once."""
+def _report_names(state: TrainState, reports: list[Report], forward_step: Callable[..., Any]) -> list[str]:
+    """The names that a forward step reports; stages without a loss learn them from the last one, once."""
     if state.groups.pp.size() == 1:
         return list(reports[0])
-    if not state.report_names:
+    if forward_step not in state.report_names:
         names: list[Any] = [list(reports[0]) if reports else None]
         dist.broadcast_object_list(names, src=dist.get_process_group_ranks(state.groups.pp)[-1], group=state.groups.pp)
-        state.report_names = names[0]
-    return state.report_names
+        state.report_names[forward_step] = names[0]
+    return state.report_names[forward_step]

@@ -25,7 +25,10 @@ from minloop.messages import without_log_lines
 
 
 class ModelProvider(Protocol):
-    """Builds one model chunk. Any `MegatronModule` will do."""
+    """Builds one model chunk: any `MegatronModule` with a ``set_input_tensor(tensor)``, by which mcore's schedules hand
+    over the activations of the stage before. `gpt_forward_step` also reads ``pre_process``, ``post_process``,
+    ``pg_collection``, ``vocab_size``, ``max_sequence_length`` and ``position_embedding_type`` from it.
+    """
 
     def __call__(
         self,

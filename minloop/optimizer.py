@@ -12,7 +12,6 @@ from megatron.core.utils import get_model_config
 
 from minloop.messages import without_warnings
 
-
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon", "soap", "adaptive_muon")
 
@@ -135,14 +134,7 @@ def build_scheduler(
             an `OptimizerConfig` without lr.
     """
     decay = lr_decay_iters or train_iters
-    if lr_decay_style not in LR_DECAY_STYLES:
-        raise ValueError(f"lr_decay_style {lr_decay_style!r} is none of {', '.join(LR_DECAY_STYLES)}")
-    if lr_decay_style == "WSD" and lr_wsd_decay_iters is None:
-        raise ValueError("lr_decay_style='WSD' needs lr_wsd_decay_iters, the iterations of its final decay")
-    if optimizer.config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None: the schedule needs its maximum; set lr")
-    if lr_warmup_iters >= decay:
-        raise ValueError(f"lr_warmup_iters ({lr_warmup_iters}) must be less than lr_decay_iters ({decay})")
+    _check_schedule(optimizer, lr_decay_style, lr_warmup_iters, decay, lr_wsd_decay_iters)
     config: OptimizerConfig = optimizer.config
     weight_decay = config.weight_decay
     return OptimizerParamScheduler(
@@ -163,3 +155,16 @@ def build_scheduler(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def _check_schedule(
+    optimizer: MegatronOptimizer, style: str, warmup_iters: int, decay_iters: int, wsd_decay_iters: int | None
+) -> None:
+    if style not in LR_DECAY_STYLES:
+        raise ValueError(f"lr_decay_style {style!r} is none of {', '.join(LR_DECAY_STYLES)}")
+    if style == "WSD" and wsd_decay_iters is None:
+        raise ValueError("lr_decay_style='WSD' needs lr_wsd_decay_iters, the iterations of its final decay")
+    if optimizer.config.lr is None:
+        raise ValueError("OptimizerConfig.lr is None: the schedule needs its maximum; set lr")
+    if warmup_iters >= decay_iters:
+        raise ValueError(f"lr_warmup_iters ({warmup_iters}) must be less than lr_decay_iters ({decay_iters})")

@@ -1,7 +1,9 @@
 """`TrainState`: what one training run holds, carried from step to step. It has no behaviour of its own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -26,7 +28,7 @@ class TrainState:
         iteration: optimizer steps taken, skipped ones included.
         consumed_samples: samples taken from the data, over all data parallel ranks.
         skipped_iterations: steps whose update was skipped for overflow.
-        report_names: names of the losses that the forward step reports; filled by the first step.
+        report_names: names of the losses that each forward step used so far reports.
     Raises:
         TypeError: a plain torch optimizer, which would never change a weight.
         RuntimeError: the hooks are bound already.
@@ -40,7 +42,9 @@ class TrainState:
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
-    report_names: list[str] = field(default_factory=list[str], repr=False)
+    report_names: WeakKeyDictionary[Callable[..., Any], list[str]] = field(
+        default_factory=WeakKeyDictionary[Callable[..., Any], list[str]], repr=False
+    )
 
     def __post_init__(self) -> None:
         optimizer: Any = self.optimizer  # most callers check no types

@@ -1,7 +1,6 @@
 """One step: forward and backward over the microbatches by mcore's schedules, one gradient finalisation, one update."""
 
 import contextlib
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from minloop.data import Batch, check_token_ids, slice_batch_for_context_parallel, to_device
 from minloop.data_parallel import gathered_parameters
 from minloop.losses import LossFunction, Report, reduce_reports, token_loss
+from minloop.microbatches import Microbatches
 from minloop.state import TrainState
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, LossFunction]]
@@ -58,13 +58,15 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     batch = next(data)
     if not (model_attribute(model, "pre_process") or model_attribute(model, "post_process")):
         return model(None, None, None), _no_loss
+    if missing := {"tokens", "labels", "position_ids", "loss_mask"} - batch.keys():
+        raise ValueError(f"the batch lacks {', '.join(sorted(missing))}: see minloop.Batch, or pass a forward_step")
     if "cu_seqlens" in batch:
         raise ValueError(
             "the batch has cu_seqlens (inter_document_masking=True), which gpt_forward_step would ignore: attention "
             "would cross documents; set inter_document_masking=False, or pass a forward_step that hands on "
             "packed_seq_params"
         )
-    check_token_ids(batch, model_attribute(model, "vocab_size"))
+    check_tokens(batch, model)
     groups = model_attribute(model, "pg_collection")
     batch = to_device(slice_batch_for_context_parallel(batch, groups), torch.cuda.current_device())
     output = model(
@@ -75,6 +77,16 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
         loss_mask=batch["loss_mask"],
     )
     return output, partial(token_loss, batch["loss_mask"])
+
+
+def check_tokens(batch: Batch, model: torch.nn.Module) -> None:
+    """Raise ValueError for ids or positions that the model's embeddings do not have."""
+    check_token_ids(batch, model_attribute(model, "vocab_size"))
+    length, positions = batch["tokens"].shape[1], model_attribute(model, "max_sequence_length")
+    if model_attribute(model, "position_embedding_type") == "learned_absolute" and length > positions:
+        raise ValueError(
+            f"a sequence of {length} tokens, but max_sequence_length is {positions}: build the model for more"
+        )
 
 
 def model_attribute(model: torch.nn.Module, name: str) -> Any:
@@ -88,7 +100,7 @@ def _no_loss(output: torch.Tensor) -> Any:
 
 def train_step(
     state: TrainState,
-    data: Iterable[Batch],
+    data: Iterator[Batch],
     *,
     num_microbatches: int,
     forward_step: ForwardStep = gpt_forward_step,
@@ -99,16 +111,19 @@ def train_step(
 
     Args:
         state: counters are advanced, the scheduler by the samples of the global batch.
-        data: a loader or any iterator of batches; `num_microbatches` are taken.
+        data: a `Loader` or any iterator of batches; the next `num_microbatches` are taken.
         num_microbatches: per data parallel rank, see `minloop.num_microbatches`.
-        forward_step: called as ``forward_step(data_iterator, model)``, returns the model's output and its loss function
-            with mcore's three-value contract (see `token_loss`).
+        forward_step: called as ``forward_step(data_iterator, model)``, returns the model's output and a function of it
+            that returns (sum of losses, number of tokens as an int tensor, {name: [sum, count]}), as `token_loss` does.
         micro_batch_size: samples of a microbatch; read off the first batch unless given, as is `seq_length`, the tokens
             of a full sequence.
     Raises:
-        ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary.
+        ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary; a report that is
+            not [sum, count].
+        TypeError: `data` is a list, a DataLoader or the like, which would begin anew at every step.
         RuntimeError: the data ended before the step.
     """
+    _require_iterator(data)
     learning_rate = state.optimizer.param_groups[0]["lr"]
     for chunk in state.chunks:
         if not chunk.training:
@@ -120,7 +135,7 @@ def train_step(
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
     outcome: Any = state.optimizer.step()
     updated, grad_norm, _ = outcome
-    losses, tokens = reduce_reports(state, reports)
+    losses, tokens = reduce_reports(state, reports, forward_step)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
     state.iteration += 1
     state.consumed_samples += num_samples
@@ -141,6 +156,14 @@ def train_step(
     )
 
 
+def _require_iterator(data: Any) -> None:
+    if iter(data) is not data:
+        raise TypeError(
+            f"{type(data).__name__} begins anew whenever it is iterated, so every step would see the same batches: "
+            "pass an iterator, made once with iter(...), or minloop's Loader"
+        )
+
+
 def eval_step(
     state: TrainState,
     data: Iterable[Batch],
@@ -156,7 +179,8 @@ def eval_step(
     """
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
     with evaluating(state), torch.no_grad():
-        losses, tokens = reduce_reports(state, forward_backward(state, batches, forward_step, forward_only=True))
+        reports = forward_backward(state, batches, forward_step, forward_only=True)
+        losses, tokens = reduce_reports(state, reports, forward_step)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
     return StepMetrics(next(iter(losses.values())), losses, num_tokens=tokens, num_samples=num_samples)
 
@@ -173,36 +197,6 @@ def evaluating(state: TrainState) -> Generator[None]:
         finally:
             for chunk, mode in zip(state.chunks, training, strict=True):
                 chunk.train(mode)
-
-
-class Microbatches:
-    """The next microbatches of a step: their shape, read off the first, and one iterator for each model chunk."""
-
-    def __init__(
-        self, data: Iterable[Any], count: int, micro_batch_size: int | None = None, seq_length: int | None = None
-    ) -> None:
-        self.count, self._data = count, iter(data)
-        if micro_batch_size is None or seq_length is None:
-            first: Batch = self._next(0)
-            self._data = itertools.chain([first], self._data)
-            micro_batch_size = micro_batch_size or first["tokens"].shape[0]
-            seq_length = seq_length or first["tokens"].shape[1]
-        self.micro_batch_size: int = micro_batch_size
-        self.seq_length: int = seq_length
-
-    def _next(self, index: int) -> Any:
-        try:
-            return next(self._data)
-        except StopIteration:
-            raise RuntimeError(f"the data ended: {index} of this step's {self.count} microbatches were left") from None
-
-    def _take(self) -> Iterator[Any]:
-        for index in range(self.count):
-            yield self._next(index)
-
-    def iterators(self, chunks: int) -> list[Iterator[Any]]:
-        """One iterator per chunk, all over the same batches: each virtual stage sees every microbatch."""
-        return list(itertools.tee(self._take(), chunks))
 
 
 def forward_backward(

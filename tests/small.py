@@ -81,9 +81,13 @@ def text_loader(state: minloop.TrainState, micro_batch_size: int = MICRO_BATCH_S
 
 
 def train(
-    state: minloop.TrainState, loader: minloop.Loader, steps: int, micro_batch_size: int = MICRO_BATCH_SIZE
+    state: minloop.TrainState,
+    loader: minloop.Loader,
+    steps: int,
+    micro_batch_size: int = MICRO_BATCH_SIZE,
+    global_batch_size: int = GLOBAL_BATCH_SIZE,
 ) -> list[tuple[float, float]]:
     """Train; returns (loss, gradient norm) of each step."""
-    count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, micro_batch_size, state.groups)
+    count = minloop.num_microbatches(global_batch_size, micro_batch_size, state.groups)
     metrics = [minloop.train_step(state, loader, num_microbatches=count) for _ in range(steps)]
     return [(step.loss.item(), 0.0 if step.grad_norm is None else step.grad_norm.item()) for step in metrics]

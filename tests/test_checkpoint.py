@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from ranks import RankError, run_ranks
-from small import small_state, text_loader, train
+from small import GLOBAL_BATCH_SIZE, small_state, text_loader, train
 
 import minloop
 
@@ -18,11 +18,13 @@ SCHEDULE = {"train_iters": 8, "lr_warmup_iters": 3}
 
 def run(directory: str, options: dict[str, Any], steps: int, *, load: bool, save: bool) -> list[tuple[float, float]]:
     """Build, perhaps load, train, perhaps save. The seed differs after a load: nothing may depend on it."""
-    state = small_state(seed=77 if load else 1, scheduler=SCHEDULE, **options)
+    options = {"seed": 77 if load else 1, "scheduler": SCHEDULE} | options
+    global_batch_size = options.pop("global_batch_size", GLOBAL_BATCH_SIZE)
+    state = small_state(**options)
     loader = text_loader(state)
     if load:
         minloop.load_checkpoint(directory, state, loader)
-    history = train(state, loader, steps)
+    history = train(state, loader, steps, global_batch_size=global_batch_size)
     if save:
         minloop.save_checkpoint(directory, state, loader)
     minloop.shutdown_distributed()
@@ -41,6 +43,20 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "CP2, dropout": (2, {"context_parallel_size": 2} | DROPOUT),
+    "ZeRO-1, padding between buckets": (2, {"ddp": SHARDED | {"bucket_size": 5000}}),
+    "ZeRO-1 bf16 on 3 ranks, padding between buckets": (
+        3,
+        {"ddp": SHARDED | {"bucket_size": 5000}, "bf16": True, "global_batch_size": 12},
+    ),
+    "ZeRO-1, tied, PP2 VPP2": (
+        2,
+        {
+            "ddp": SHARDED,
+            "gpt": {"share_embeddings_and_output_weights": True},
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+        },
+    ),
     "SGD": (1, {"optimizer": {"optimizer": "sgd"}}),
 }
 
@@ -140,6 +156,63 @@ def test_bf16_master_weights_change_kind(tmp_path: Path, kinds: tuple[dict[str, 
     expected = run_ranks(2, run, str(tmp_path / "saved"), saved, 1, load=True, save=False)[0]
     history = run_ranks(2, run, str(tmp_path / "saved"), loaded, 1, load=True, save=False)[0]
     assert history[0][0] == expected[0][0]
+
+
+def weight_sums(directory: str, options: dict[str, Any]) -> float:
+    state = small_state(seed=77, **options)
+    minloop.load_checkpoint(directory, state)
+    total = sum(float(p.detach().double().abs().sum()) for p in state.chunks[0].parameters())
+    minloop.shutdown_distributed()
+    return total
+
+
+def test_fp32_weights_come_from_saved_master_weights(tmp_path: Path) -> None:
+    run_ranks(2, run, str(tmp_path), {"bf16": True, "ddp": SHARDED}, 4, load=False, save=True)
+    ddp, sharded = (run_ranks(2, weight_sums, str(tmp_path), options)[0] for options in ({}, {"ddp": SHARDED}))
+    rounded = run_ranks(2, weight_sums, str(tmp_path), {"bf16": True})[0]
+    assert ddp == sharded != rounded
+
+
+MOE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+
+
+@pytest.mark.parametrize("ddp", [{}, {"ddp": SHARDED}], ids=["DDP", "ZeRO-1"])
+def test_experts_reshard_with_their_optimizer(tmp_path: Path, ddp: dict[str, Any]) -> None:
+    whole, split = MOE | ddp, MOE | ddp | {"expert_model_parallel_size": 2}
+    run_ranks(2, run, str(tmp_path / "whole"), whole, 3, load=False, save=True)
+    expected = run_ranks(2, run, str(tmp_path / "whole"), whole, 3, load=True, save=False)[0]
+    history = run_ranks(2, run, str(tmp_path / "whole"), split, 3, load=True, save=False)[0]
+    assert max(abs(a[0] - b[0]) for a, b in zip(history, expected, strict=True)) <= 1e-6
+    run_ranks(2, load_and_save, str(tmp_path / "whole"), str(tmp_path / "split"), split)
+    run_ranks(2, load_and_save, str(tmp_path / "split"), str(tmp_path / "back"), whole)
+    ((count, differing),) = run_ranks(1, differing_tensors, [str(tmp_path / "whole"), str(tmp_path / "back")])
+    assert count > 20
+    assert not differing
+
+
+def rates(directory: str, options: dict[str, Any], load: bool) -> list[float]:
+    state = small_state(seed=3, **options)
+    loader = text_loader(state)
+    if load:
+        minloop.load_checkpoint(directory, state, loader)
+    steps = [minloop.train_step(state, loader, num_microbatches=4).learning_rate for _ in range(3)]
+    if not load:
+        minloop.save_checkpoint(directory, state, loader)
+    minloop.shutdown_distributed()
+    return steps
+
+
+def test_the_schedule_built_here_goes_on_from_the_saved_position(tmp_path: Path) -> None:
+    def linear(iterations: int) -> dict[str, Any]:
+        return {"scheduler": {"train_iters": iterations, "lr_decay_style": "linear"}}
+
+    run_ranks(1, rates, str(tmp_path / "linear"), linear(3), load=False)
+    run_ranks(1, rates, str(tmp_path / "constant"), {}, load=False)
+    extended = pytest.approx([5e-3 * (1 - step / 6) for step in (3, 4, 5)])
+    assert run_ranks(1, rates, str(tmp_path / "linear"), linear(6), load=True)[0] == extended
+    assert run_ranks(1, rates, str(tmp_path / "constant"), linear(6), load=True)[0] == extended
+    assert run_ranks(1, rates, str(tmp_path / "linear"), {}, load=True)[0] == [5e-3] * 3
+    assert run_ranks(1, rates, str(tmp_path / "linear"), {"lr": 1e-4}, load=True)[0] == [1e-4] * 3
 
 
 def save_at_step_zero(directory: str) -> tuple[int, list[str]]:

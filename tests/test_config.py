@@ -66,6 +66,11 @@ def test_any_field_can_be_given_and_a_subclass_used() -> None:
 def test_virtual_stages_overlap_their_communication() -> None:
     config = minloop.build_config(**MODEL, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     assert (config.overlap_p2p_comm, config.batch_p2p_comm) == (True, False)
+    plain, virtual = (
+        minloop.build_config(**MODEL, pipeline_model_parallel_size=2, pipeline_model_parallel_layout=layout)
+        for layout in ("Et|tttL", "E|tt|tt|L")
+    )
+    assert (plain.overlap_p2p_comm, virtual.overlap_p2p_comm) == (False, True)
 
 
 def test_replace_layout_leaves_the_old_layout_behind() -> None:
@@ -132,6 +137,11 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
             r"multiply to 6, not to context_parallel_size \(4\)",
         ),
+        ({"context_parallel_size": 2, "mtp_num_layers": 1}, r"mtp_num_layers \(1\) with context_parallel_size \(2\)"),
+        ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0: it must be at least 1"),
+        ({"hidden_dropout": 1.5}, "hidden_dropout is 1.5"),
+        ({"params_dtype": torch.bfloat16}, "bf16 is False: set bf16=True"),
+        ({"multi_latent_attention": True}, "only MLATransformerConfig has"),
         ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq has 2 entries for num_layers \(4\)"),
     ],
 )

@@ -60,7 +60,7 @@ def test_every_link_of_the_readme_exists() -> None:
 
 @pytest.mark.parametrize("split", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
 def test_text_example_learns_and_writes(split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     options = {"train_iters": 40, "num_files": 20, "eval_batches": 2, "sample_length": 12, split: 2}
     for before, after in run_ranks(2, call_main, "train_text", options):
         assert 7.8 < before < 8.4

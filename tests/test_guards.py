@@ -17,8 +17,8 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 
 # A stage may import those before it, never those after it; minloop/__init__.py comes after all.
 STAGES = """
-messages cpu checks config distributed layers model data_parallel optimizer state data losses step metrics inference
-checkpoint
+messages cpu checks config distributed layers model data_parallel optimizer state data losses microbatches step metrics
+inference checkpoint
 """.split()
 
 MAX_FILE_LINES = 250

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def gradient_sizes(ddp: dict[str, Any]) -> list[float]:
     batch = next(text_loader(state))
     sizes: list[float] = []
     for _ in range(5):
-        minloop.train_step(state, [batch] * 2, num_microbatches=2)
+        minloop.train_step(state, iter([batch] * 2), num_microbatches=2)
         sizes.append(sum(float(p.main_grad.abs().sum()) for p in parameters))
     minloop.shutdown_distributed()
     return sizes
@@ -243,20 +244,55 @@ def contradicting_optimizer_config() -> None:
 
 def too_few_batches() -> None:
     state = small_state()
-    minloop.train_step(state, [next(text_loader(state))], num_microbatches=2)
+    minloop.train_step(state, iter([next(text_loader(state))]), num_microbatches=2)
 
 
 def token_beyond_the_vocabulary() -> None:
     state = small_state()
     batch = next(text_loader(state))
     batch["labels"][0, 3] = VOCAB_SIZE
-    minloop.train_step(state, [batch], num_microbatches=1)
+    minloop.train_step(state, iter([batch]), num_microbatches=1)
+
+
+def a_list_of_batches() -> None:
+    state = small_state()
+    minloop.train_step(state, [next(text_loader(state))], num_microbatches=1)  # pyright: ignore[reportArgumentType]
+
+
+def ragged_batches() -> None:
+    state = small_state()
+    batch = next(text_loader(state))
+    shorter = {name: value[:1] for name, value in batch.items()}
+    minloop.train_step(state, iter([batch, shorter]), num_microbatches=2)
+
+
+def batch_without_a_mask() -> None:
+    state = small_state()
+    batch = next(text_loader(state))
+    del batch["loss_mask"]
+    minloop.train_step(state, iter([batch]), num_microbatches=1)
+
+
+def sequence_beyond_the_positions() -> None:
+    state = small_state()
+    batch = {name: torch.cat([value, value], dim=1) for name, value in next(text_loader(state)).items()}
+    minloop.train_step(state, iter([batch]), num_microbatches=1)
+
+
+def mean_reported(data: Any, model: Any) -> Any:
+    output, loss = minloop.gpt_forward_step(data, model)
+    return output, lambda output: (*loss(output)[:2], {"lm loss": output.mean()})
+
+
+def report_of_another_shape() -> None:
+    state = small_state()
+    minloop.train_step(state, text_loader(state), num_microbatches=1, forward_step=mean_reported)
 
 
 def packed_batch() -> None:
     state = small_state()
     batch = next(text_loader(state)) | {"cu_seqlens": torch.zeros(2, 33, dtype=torch.int32)}
-    minloop.train_step(state, [batch], num_microbatches=1)
+    minloop.train_step(state, iter([batch]), num_microbatches=1)
 
 
 def odd_microbatches_with_virtual_stages() -> None:
@@ -271,8 +307,13 @@ def odd_microbatches_with_virtual_stages() -> None:
         (1, torch_optimizer_on_ddp, "Adam sees no gradients on DDP chunks"),
         (1, unwrapped_chunks, "GPTModel is not wrapped for data parallelism: call wrap_ddp first"),
         (1, contradicting_optimizer_config, "OptimizerConfig.use_distributed_optimizer is True"),
-        (1, too_few_batches, "the data ended: 1 of this step's 2 microbatches"),
+        (1, too_few_batches, "it held 1 of the 2 microbatches of this step"),
         (1, token_beyond_the_vocabulary, str(VOCAB_SIZE)),
+        (1, a_list_of_batches, "list begins anew whenever it is iterated"),
+        (1, ragged_batches, r"microbatch 1 holds tokens \[1, 32\], the first one \[2, 32\]"),
+        (1, batch_without_a_mask, "the batch lacks loss_mask"),
+        (1, sequence_beyond_the_positions, "a sequence of 64 tokens, but max_sequence_length is 32"),
+        (1, report_of_another_shape, r"must report {name: \[sum, count\]}"),
         (1, packed_batch, "would ignore: attention would cross documents"),
         (2, odd_microbatches_with_virtual_stages, r"num_microbatches \(3\) is not a multiple of pipeline"),
     ],
@@ -280,6 +321,52 @@ def odd_microbatches_with_virtual_stages() -> None:
 def test_misuse_is_refused_by_name(ranks: int, function: Any, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(ranks, function, timeout=60)
+
+
+def two_losses(data: Any, model: Any) -> Any:
+    output, loss = minloop.gpt_forward_step(data, model)
+
+    def both(output: torch.Tensor) -> Any:
+        total, tokens, report = loss(output)
+        return total, tokens, report | {"double": report["lm loss"] * torch.tensor([2.0, 1.0])}
+
+    return output, both
+
+
+def names_of_losses(**fields: Any) -> list[Any]:
+    state = small_state(**fields)
+    loader = text_loader(state)
+    steps: list[Any] = [minloop.train_step(state, loader, num_microbatches=2)]
+    steps += [minloop.eval_step(state, loader, num_microbatches=2, forward_step=two_losses)]
+    steps += [minloop.train_step(state, loader, num_microbatches=2)]
+    minloop.shutdown_distributed()
+    return [list(step.losses) for step in steps]
+
+
+@pytest.mark.parametrize("fields", [{}, {"pipeline_model_parallel_size": 2}], ids=["DP2", "PP2"])
+def test_each_forward_step_reports_its_own_losses(fields: dict[str, Any]) -> None:
+    for names in run_ranks(2, names_of_losses, **fields):
+        assert names == [["lm loss"], ["lm loss", "double"], ["lm loss"]]
+
+
+def logits_in_layout(directory: str, fields: dict[str, Any], save: bool = False) -> torch.Tensor:
+    state = small_state(seed=1 if save else 9, **fields)
+    minloop.save_checkpoint(directory, state) if save else minloop.load_checkpoint(directory, state)
+    logits = minloop.forward_logits(state, torch.arange(32)[None])
+    minloop.shutdown_distributed()
+    return logits
+
+
+def test_logits_are_equal_in_every_layout(tmp_path: Path) -> None:
+    (expected,) = run_ranks(1, logits_in_layout, str(tmp_path), {}, save=True)
+    assert expected.shape == (1, 32, VOCAB_SIZE)
+    for fields in (
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ):
+        for logits in run_ranks(2, logits_in_layout, str(tmp_path), fields):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
 def test_the_log_line_is_megatrons() -> None:

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_grap
 from megatron.core.transformer import MegatronModule
 from megatron.core.utils import unwrap_model
 
+from minloop.checkpoint.optimizer_state import padding_between_buckets
 from minloop.state import TrainState
 
 ARCHITECTURE_FIELDS = (
@@ -32,15 +33,32 @@ ARCHITECTURE_FIELDS = (
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "mtp_num_layers",
+    "layernorm_zero_centered_gamma",
+    "qk_l2_norm",
+    "softmax_type",
+    "rotary_interleaved",
+    "moe_router_topk",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
 )
-MODEL_FIELDS = ("vocab_size", "max_sequence_length", "position_embedding_type", "share_embeddings_and_output_weights")
+MODEL_FIELDS = (
+    "vocab_size",
+    "max_sequence_length",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "share_embeddings_and_output_weights",
+)
 """What decides the shapes and meaning of the weights: fields of the config, and attributes of the model."""
 
 
 def architecture(state: TrainState) -> dict[str, Any]:
     """The values that two models must share for one's weights to fit the other."""
     model = unwrapped_models(state)[0]
-    fields = {name: getattr(state.config, name) for name in ARCHITECTURE_FIELDS}
+    fields = {name: getattr(state.config, name, None) for name in ARCHITECTURE_FIELDS}
     fields |= {name: getattr(model, name) for name in MODEL_FIELDS if hasattr(model, name)}
     function = state.config.activation_func
     return fields | {"activation_func": getattr(function, "__name__", str(function))}
@@ -93,7 +111,8 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """mcore's sharded state dict of the optimizer, by the parameters in `model`."""
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
-    return state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    with padding_between_buckets(state):
+        return state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
 
 
 def rng_state(state: TrainState) -> ShardedObject:

@@ -41,7 +41,7 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     found = {int(m[1]): path for path in names if (m := re.fullmatch(r"iter_(\d{7,})(\.replaced)?", path.name))}
     tracker = root / TRACKER
     newest = None
-    if tracker.is_file() and (text := tracker.read_text().strip()).isdigit():
+    if tracker.is_file() and re.fullmatch("[0-9]+", text := tracker.read_text(errors="replace").strip()):
         newest = int(text)
     for iteration in sorted(found, reverse=True):
         if (newest is None or iteration <= newest) and not missing_parts(found[iteration]):
@@ -58,7 +58,7 @@ def resolve(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory: nothing to load")
-    if path.name.startswith("iter_") or not missing_parts(path):
+    if re.match(r"iter_\d{7}", path.name) or not missing_parts(path):
         if missing := missing_parts(path):
             raise FileNotFoundError(
                 f"{path} is incomplete, it lacks {', '.join(missing)}: the save was cut short; "

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from minloop.checkpoint import content, directory
-from minloop.checkpoint.optimizer_state import adapt_template, load_optimizer
+from minloop.checkpoint.optimizer_state import adapt_template, adapt_weights, load_optimizer
 from minloop.checkpoint.save import Loaders, Positioned, named_loaders
 from minloop.data_parallel import gathered_parameters
 from minloop.messages import say_once, without_warnings
@@ -22,10 +22,10 @@ def load_checkpoint(
 ) -> Path:
     """Restore weights, optimizer, schedule, counters, random streams and data position, whatever the layout of `state`.
 
-    Every rank calls it. Learning rate, schedule and other settings are those of `state`; the schedule goes on from the
-    saved position, so that a run can be extended by building a longer one. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ
-    from those saved. Random streams belong to a layout: in another one they are left as they are, which is said once
-    if there is dropout to draw from them.
+    Every rank calls it. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ
+    from those saved. Learning rate, schedule and other settings are those of `state`; the schedule goes on from the
+    saved position, so that a run is extended by building a longer one. Random streams belong to a layout: in another
+    one they are left as they are, which is said once if there is dropout to draw from them.
 
     Args:
         checkpoint: a checkpoint's directory, or the directory of a run's checkpoints: then the newest complete one.
@@ -69,7 +69,10 @@ def _load_sharded(
         own = metadata | content.save_metadata(state)
         template["optimizer"] = content.optimizer_state(state, dict(template), own, is_loading=True)
         kind = content.optimizer_kind(state)
-        adapt_template(template["optimizer"], state, kind, saved.get("optimizer_kind", kind))
+        saved_kind: str = saved.get("optimizer_kind", kind)
+        adapt_template(template["optimizer"], state, kind, saved_kind)
+        for key in content.model_keys(state):
+            adapt_weights(template[key], kind, saved_kind)
         if saved.get("layout") == content.layout(state):
             template["rng_state"] = content.rng_state(state)
     with without_warnings():

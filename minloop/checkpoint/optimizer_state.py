@@ -6,11 +6,13 @@ Forms (see `content.optimizer_kind`). In all three, moments lie under "optimizer
     float16      DDP, bf16 or fp16 weights: master weights under "optimizer.state.fp32_param.<weight>"
     distributed  ZeRO-1: master weights under "optimizer.state.param.<weight>"
 
-Settings (learning rate, betas, …) are not loaded: those of the optimizer at hand hold, and its schedule goes on from the
-saved position. What is loaded beside the tensors is the number of steps and the loss scale.
+Settings (learning rate, betas, …) are not loaded: those of the optimizer at hand hold, and its schedule goes on from
+the saved position. What is loaded beside the tensors is the number of steps and the loss scale.
 """
 
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from minloop.optimizer import is_torch_adam, prepare_optimizer_state
+from minloop.optimizer import inner_optimizers, is_torch_adam, prepare_optimizer_state
 from minloop.state import TrainState
 
 MASTER_WEIGHT_PREFIX = {
@@ -59,6 +61,57 @@ def adapt_template(template: dict[Any, Any], state: TrainState, kind: str, saved
         )
 
     dict_list_map_inplace(rename, template)
+
+
+def adapt_weights(template: dict[Any, Any], kind: str, saved_kind: str) -> None:
+    """Make fp32 weights, which are their own master weights, ask for saved master weights, in place."""
+    prefix = MASTER_WEIGHT_PREFIX[saved_kind]
+
+    def rename(leaf: Any) -> Any:
+        trained = isinstance(leaf, ShardedTensor | ShardedTensorFactory) and getattr(leaf.data, "requires_grad", False)
+        return replace(leaf, key=prefix + leaf.key) if trained else leaf
+
+    if kind == "fp32" != saved_kind:
+        dict_list_map_inplace(rename, template)
+
+
+@contextlib.contextmanager
+def padding_between_buckets(state: TrainState) -> Generator[None]:
+    """While inside, mcore's distributed optimizers hand out their state with the padding between buckets put back.
+
+    mcore 0.19 leaves it out (`get_parameter_state_dp_zero`), but then cuts parameters out by their places in the padded
+    buffer (`sharded_param_state_fully_reshardable`): after the first padded bucket every saved moment and master weight
+    would be another's.
+    """
+    with contextlib.ExitStack() as undo:
+        for optimizer in inner_optimizers(state.optimizer):
+            if isinstance(optimizer, DistributedOptimizer):
+                undo.callback(vars(optimizer).pop, "get_parameter_state_dp_zero")
+                vars(optimizer)["get_parameter_state_dp_zero"] = functools.partial(
+                    _padded_state, optimizer, optimizer.get_parameter_state_dp_zero
+                )
+        yield
+
+
+def _padded_state(optimizer: DistributedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    states = original(*args, **kwargs)
+    if states is None:
+        return None
+    for number, buffer in enumerate(optimizer.buffers):
+        for tensors in states[number].values():
+            for key, flat in tensors.items():
+                if isinstance(flat, torch.Tensor):
+                    tensors[key] = _with_padding(flat, buffer)
+    return states
+
+
+def _with_padding(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
+    padded, start = flat.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + size] = flat[start : start + size]
+        start += size
+    return padded
 
 
 def saved_progress(content: Any) -> dict[str, Any]:
@@ -105,6 +158,10 @@ def load_optimizer(state: TrainState, loaded: dict[Any, Any], saved: Any, kind: 
         optimizer.load_state_dict(inner)
     if saved_kind == "fp32" and kind == "float16":
         state.optimizer.reload_model_params()
+    if kind == "distributed" and not (state.config.bf16 or state.config.fp16):
+        # each rank's part of the weights is now that of the master weights, which may be finer than the saved weights
+        for chunk in state.chunks:
+            chunk.start_param_sync(force_sync=True)
     prepare_optimizer_state(state.optimizer)
 
 

@@ -1,0 +1,47 @@
+"""The microbatches of one step, as mcore's schedules want them."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+class Microbatches:
+    """The next microbatches of a step: their shape, read off the first, and one iterator for each model chunk."""
+
+    def __init__(
+        self, data: Iterable[Any], count: int, micro_batch_size: int | None = None, seq_length: int | None = None
+    ) -> None:
+        if count < 1:
+            raise ValueError(f"num_microbatches ({count}) must be at least 1")
+        self.count, self._data = count, iter(data)
+        self._from_batch = micro_batch_size is None or seq_length is None
+        if micro_batch_size is None or seq_length is None:
+            first: Any = self._next(0)
+            self._data = itertools.chain([first], self._data)
+            rows, length = first["tokens"].shape
+            micro_batch_size, seq_length = micro_batch_size or int(rows), seq_length or int(length)
+        self.micro_batch_size: int = micro_batch_size
+        self.seq_length: int = seq_length
+
+    def _next(self, index: int) -> Any:
+        try:
+            return next(self._data)
+        except StopIteration:
+            raise RuntimeError(
+                f"the data ended: it held {index} of the {self.count} microbatches of this step"
+            ) from None
+
+    def _take(self) -> Iterator[Any]:
+        for index in range(self.count):
+            batch = self._next(index)
+            if self._from_batch and (shape := tuple(batch["tokens"].shape)) != (self.micro_batch_size, self.seq_length):
+                raise ValueError(
+                    f"microbatch {index} holds tokens {list(shape)}, the first one [{self.micro_batch_size}, "
+                    f"{self.seq_length}]: a step's microbatches must be of one shape on all ranks (drop_last=True), or "
+                    "give micro_batch_size and seq_length to train_step and set variable_seq_lengths=True"
+                )
+            yield batch
+
+    def iterators(self, chunks: int) -> list[Iterator[Any]]:
+        """One iterator per chunk, all over the same batches: each virtual stage sees every microbatch."""
+        return list(itertools.tee(self._take(), chunks))
