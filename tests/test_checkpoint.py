@@ -11,6 +11,7 @@ from ranks import RankError, run_ranks
 from small import GLOBAL_BATCH_SIZE, small_state, text_loader, train
 
 import minloop
+from minloop.optimizer import prepare_optimizer_state
 
 SHARDED = {"use_distributed_optimizer": True}
 SCHEDULE = {"train_iters": 8, "lr_warmup_iters": 3}
@@ -171,6 +172,53 @@ def test_fp32_weights_come_from_saved_master_weights(tmp_path: Path) -> None:
     ddp, sharded = (run_ranks(2, weight_sums, str(tmp_path), options)[0] for options in ({}, {"ddp": SHARDED}))
     rounded = run_ranks(2, weight_sums, str(tmp_path), {"bf16": True})[0]
     assert ddp == sharded != rounded
+
+
+class StepInGroupAdam(torch.optim.Optimizer):
+    """AdamW that counts steps in its parameter groups and knows settings of its own, as Transformer Engine's does."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        torchs = ("amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+        own = [{key: value for key, value in group.items() if key not in torchs} for group in groups]
+        super().__init__([group | {"bias_correction": True} for group in own], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            step = group["step"] = group.get("step", 0) + 1
+            assert group["bias_correction"]
+            for parameter in group["params"]:
+                state, (beta1, beta2) = self.state[parameter], group["betas"]
+                state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.addcdiv_(state["exp_avg"], root, value=-group["lr"] / (1 - beta1**step))
+
+
+def run_with(directory: str, adam: str, steps: int, load: bool) -> list[float]:
+    state = small_state(seed=77 if load else 1)
+    (inner,) = state.optimizer.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
+    if adam == "step in group":
+        inner.optimizer = StepInGroupAdam(inner.optimizer.param_groups)
+        prepare_optimizer_state(state.optimizer)
+    loader = text_loader(state)
+    if load:
+        minloop.load_checkpoint(directory, state, loader)
+    history = train(state, loader, steps)
+    if not load:
+        minloop.save_checkpoint(directory, state, loader)
+    minloop.shutdown_distributed()
+    return [loss for loss, _ in history]
+
+
+@pytest.mark.parametrize("saved", ["torch's", "step in group"])
+def test_adams_of_either_kind_read_each_others_checkpoints(tmp_path: Path, saved: str) -> None:
+    straight = run_ranks(1, run_with, str(tmp_path / "straight"), "torch's", 7, load=False)[0]
+    first = run_ranks(1, run_with, str(tmp_path / "saved"), saved, 4, load=False)[0]
+    for loaded in ("torch's", "step in group"):
+        second = run_ranks(1, run_with, str(tmp_path / "saved"), loaded, 3, load=True)[0]
+        assert first + second == pytest.approx(straight, rel=1e-6)
 
 
 MOE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}

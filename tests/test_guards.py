@@ -208,20 +208,3 @@ def test_importing_minloop_changes_nothing():
         "initialised": [False, False],
     }
     assert len(run.stdout.splitlines()) == 1, "importing minloop printed something"
-
-
-# Paths of the machine a file was written on, and names of what it was written with.
-FOREIGN_WORDS = ("/work/", "../shared", "farm-", "subagent")
-
-
-def own_texts() -> Iterator[Path]:
-    yield ROOT / ".ci" / "run"
-    for top in ROOT.iterdir():
-        for path in [] if top.name.startswith(".") else [top, *top.rglob("*")]:
-            if path.suffix in {".py", ".md", ".toml"} and path != Path(__file__):
-                yield path
-
-
-def test_the_project_speaks_of_itself_alone():
-    found = [(str(path), word) for path in own_texts() for word in FOREIGN_WORDS if word in path.read_text()]
-    assert found == []
