@@ -245,5 +245,6 @@ def light_mcore_import() -> Generator[None]:
             undo.callback(_set(torch, "compile", _lazy_compile))
         undo.callback(_set(logging.getLogger("torch.utils.cpp_extension"), "disabled", True))
         undo.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", module=r".*megatron")
+        for category in (UserWarning, DeprecationWarning, SyntaxWarning):
+            warnings.filterwarnings("ignore", category=category, module=r".*megatron")
         yield
