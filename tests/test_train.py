@@ -44,7 +44,6 @@ def one_step_moves(options: dict[str, Any]) -> tuple[float, list[str]]:
 def test_the_first_loss_is_that_of_chance_and_every_weight_moves(ranks: int, options: dict[str, Any]) -> None:
     for loss, unmoved in run_ranks(ranks, one_step_moves, options):
         assert abs(loss / math.log(VOCAB_SIZE) - 1) < 0.02
-        # fully masked attention rows aside, nothing may stand still; a key bias has no gradient by symmetry of softmax
         assert not unmoved
 
 

@@ -49,7 +49,8 @@ def load_checkpoint(
     kind = content.optimizer_kind(state)
     saved_kind: str = saved.get("optimizer_kind", kind)
     with gathered_parameters(state.chunks), torch.no_grad():
-        loaded = _load_sharded(source, state, saved, metadata, weights_only=weights_only)
+        optimizer_kinds = None if weights_only else (kind, saved_kind)
+        loaded = _load_sharded(source, state, saved, metadata, optimizer_kinds)
         for key, model in zip(content.model_keys(state), content.unwrapped_models(state), strict=True):
             _load_model(model, loaded[key])
         if weights_only:
@@ -62,17 +63,20 @@ def load_checkpoint(
 
 
 def _load_sharded(
-    source: Path, state: TrainState, saved: dict[str, Any], metadata: dict[str, Any], *, weights_only: bool
+    source: Path,
+    state: TrainState,
+    saved: dict[str, Any],
+    metadata: dict[str, Any],
+    optimizer_kinds: tuple[str, str] | None,
 ) -> dict[str, Any]:
+    """Load the weights and, given the optimizer's forms here and as saved, its state and the random streams."""
     template = content.model_state(state, metadata)
-    if not weights_only:
+    if optimizer_kinds is not None:
         own = metadata | content.save_metadata(state)
         template["optimizer"] = content.optimizer_state(state, dict(template), own, is_loading=True)
-        kind = content.optimizer_kind(state)
-        saved_kind: str = saved.get("optimizer_kind", kind)
-        adapt_template(template["optimizer"], state, kind, saved_kind)
+        adapt_template(template["optimizer"], state, *optimizer_kinds)
         for key in content.model_keys(state):
-            adapt_weights(template[key], kind, saved_kind)
+            adapt_weights(template[key], *optimizer_kinds)
         if saved.get("layout") == content.layout(state):
             template["rng_state"] = content.rng_state(state)
     with without_warnings():
