@@ -1,20 +1,34 @@
 """The torch-only layer parts against plain attention and torch's norms, on one rank and on several."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from formula import (
+    CASES,
+    CAUSAL,
+    B,
+    S,
+    assert_same,
+    build_attention,
+    make_inputs,
+    packed,
+    packed_mask,
+    plain_attention,
+    random_mask,
+    window_mask,
+    with_gradients,
+)
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.utils import get_sliding_window_causal_mask
-from megatron.core.utils import get_batch_on_this_cp_rank
 from ranks import run_ranks
 from small import small_state, text_loader, train
 from torch import Tensor
@@ -22,125 +36,18 @@ from torch import Tensor
 import minloop
 from minloop.layers import TorchDotProductAttention, TorchNorm, with_torch_parts
 
-S, B = 64, 2
-CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
 PLACES = [  # device, dtype of the inputs, tolerance
     pytest.param(("cpu", torch.float64, 1e-10), id="cpu"),
     pytest.param(("cuda", torch.float32, 1e-4), id="gpu-fp32", marks=pytest.mark.gpu),
     pytest.param(("cuda", torch.bfloat16, 3e-2), id="gpu-bf16", marks=pytest.mark.gpu),
     pytest.param(("cuda", torch.float16, 5e-3), id="gpu-fp16", marks=pytest.mark.gpu),
 ]
-NO_GROUPS = minloop.ProcessGroupCollection(tp=None, cp=None)
-
-
-def build_attention(
-    mask_type: AttnMaskType = AttnMaskType.causal,
-    groups: minloop.ProcessGroupCollection = NO_GROUPS,
-    layer_number: int = 1,
-    arguments: dict[str, Any] | None = None,
-    **fields: Any,
-) -> TorchDotProductAttention:
-    every: dict[str, Any] = {
-        "num_layers": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "attention_dropout": 0.0,
-        "perform_initialization": False,
-    }
-    config = minloop.TransformerConfig(**(every | fields))
-    return TorchDotProductAttention(config, layer_number, mask_type, "self", pg_collection=groups, **(arguments or {}))
-
-
-def make_inputs(
-    query_groups: int = 4,
-    sq: int = S,
-    key_size: int = 8,
-    value_size: int = 8,
-    place: tuple[Any, ...] = ("cpu", torch.float64),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value."""
-    generator = torch.Generator().manual_seed(5)
-    shapes = (sq, B, 4, key_size), (S, B, query_groups, key_size), (S, B, query_groups, value_size)
-    query, key, value = (torch.randn(x, generator=generator, dtype=torch.float64).to(*place[:2]) for x in shapes)
-    return query, key, value
-
-
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float = 8**-0.5, sinks: Tensor | None = None
-) -> Tensor:
-    """The formula, all in fp64: [sq, b, np, hn] -> [sq, b, np * hv]."""
-    key, value = (x.repeat_interleave(query.size(2) // x.size(2), dim=2) for x in (key, value))
-    scores = scale * torch.einsum("ibhd,jbhd->bhij", query.double(), key.double())
-    weights = scores.masked_fill(~allowed.to(scores.device), -torch.inf).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.double().exp().view(-1, 1, 1)
-    return torch.einsum("bhij,jbhd->ibhd", weights / total, value.double()).flatten(2)
-
-
-def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The output and the gradients of all inputs, for one arbitrary gradient of the output."""
-    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
-    output = function(*inputs)
-    generator = torch.Generator().manual_seed(6)
-    gradient = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
-    return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
-
-
-def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert one.shape == other.shape
-        torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance)
-
-
-def window_mask(window: tuple[int, int], sq: int = S) -> Tensor:
-    ahead = torch.arange(S) - torch.arange(S - sq, S)[:, None]
-    return (ahead >= -window[0]) & (ahead <= window[1])
 
 
 @pytest.mark.parametrize("window", [(3, 0), (0, 0), (3, 2)])
 def test_the_windows_of_these_tests_are_mcores(window: tuple[int, int]) -> None:
     with minloop.cpu_backend():
         assert torch.equal(window_mask(window, 5), ~get_sliding_window_causal_mask(5, S, window).cpu())
-
-
-def random_mask() -> Tensor:
-    """True where a query may not look, [b, 1, s, s]; each token may look at itself."""
-    generator = torch.Generator().manual_seed(7)
-    return (torch.rand(B, 1, S, S, generator=generator) < 0.5) & ~torch.eye(S, dtype=torch.bool)
-
-
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor]] = {
-    "MHA": ({}, {}, CAUSAL),
-    "GQA": ({"num_query_groups": 2}, {"query_groups": 2}, CAUSAL),
-    "one group": ({"num_query_groups": 1}, {"query_groups": 1}, CAUSAL),
-    "MLA": (
-        {"arguments": {"softmax_scale": 0.2, "k_channels": 24, "v_channels": 16}},
-        {"key_size": 24, "value_size": 16},
-        CAUSAL,
-    ),
-    "heads of odd sizes": (
-        {"arguments": {"softmax_scale": 0.3}, "window_size": (3, 0)},
-        {"key_size": 7, "value_size": 5},
-        window_mask((3, 0)),
-    ),
-    "values larger than keys": ({"arguments": {"softmax_scale": 0.3}}, {"value_size": 12}, CAUSAL),
-    "window": ({"window_size": (3, 0)}, {}, window_mask((3, 0))),
-    "window of one": ({"window_size": (0, 0)}, {}, window_mask((0, 0))),
-    "window as long as the sequence": ({"window_size": (S, 0)}, {}, CAUSAL),
-    "open window": ({"window_size": (-1, 0)}, {}, CAUSAL),
-    "causal wins over the window": ({"window_size": (-1, -1)}, {}, CAUSAL),
-    "GQA window": ({"window_size": (3, 0), "num_query_groups": 2}, {"query_groups": 2}, window_mask((3, 0))),
-    "window both ways": (
-        {"window_size": (3, 2), "mask_type": AttnMaskType.no_mask}, {}, window_mask((3, 2)),
-    ),
-    "window skips this layer": ({"window_size": (3, 0), "window_attn_skip_freq": 2, "layer_number": 2}, {}, CAUSAL),
-    "no mask": ({"mask_type": AttnMaskType.no_mask}, {}, torch.ones(S, S, dtype=torch.bool)),
-    "last of the keys": ({}, {"sq": 1}, torch.ones(1, S, dtype=torch.bool)),
-    "end of the keys": ({}, {"sq": 5}, CAUSAL[-5:]),
-    "window at the end of the keys": ({"window_size": (3, 0)}, {"sq": 5}, window_mask((3, 0), 5)),
-    "layer scaling": ({"apply_query_key_layer_scaling": True, "layer_number": 3}, {}, CAUSAL),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -209,19 +116,11 @@ def test_sinks(softmax_type: str, layer_scaling: bool, window_size: Any, place: 
     assert_same(actual[compared], expected[compared], place[2])
 
 
-def packed(lengths: list[int], **fields: Any) -> PackedSeqParams:
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).int()
-    every: dict[str, Any] = {"qkv_format": "thd", "cu_seqlens_q": boundaries, "cu_seqlens_kv": boundaries}
-    return PackedSeqParams(**(every | fields))
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("lengths", "window_size"), [([5, 30, 29], None), ([5, 0, 30], None), ([40, 24], (2, 0))])
 def test_packed_sequences(lengths: list[int], window_size: Any, place: tuple[str, torch.dtype, float]) -> None:
     """Tokens after the last sequence are one more."""
-    lengths_of_all = [*lengths, S - sum(lengths)]
-    sequence = torch.arange(len(lengths_of_all)).repeat_interleave(torch.tensor(lengths_of_all))
-    allowed = (sequence[:, None] == sequence) & (CAUSAL if window_size is None else window_mask(window_size))
+    allowed = packed_mask(lengths, window_size)
     inputs = [x[:, 0] for x in make_inputs(2, place=place)]
     module, params = build_attention(window_size=window_size, num_query_groups=2), packed(lengths)
     params.cu_seqlens_q = params.cu_seqlens_q.to(place[0])
@@ -274,96 +173,6 @@ def test_what_needs_the_largest_logit_is_refused(field: str) -> None:
         build_attention(**fields)
 
 
-PARALLEL_CASES = ["MHA", "GQA", "MLA", "window", "window of one", "GQA window", "no mask"]
-
-
-def attend_in_parallel(size: int) -> dict[str, list[Tensor]]:
-    """Positions, output and input gradients of this rank, case by case."""
-    with minloop.cpu_backend():
-        group: Any = torch.distributed.group.WORLD
-        groups = minloop.ProcessGroupCollection(tp=None, cp=group)
-        batch = {"tokens": torch.arange(S)[None], "attention_mask": random_mask()}
-        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-        mine = batch["tokens"][0]
-
-        def attend(module: TorchDotProductAttention, mask: Tensor | None, **shapes: Any) -> list[Tensor]:
-            inputs = [x[mine] for x in make_inputs(**shapes)]
-            return [mine, *with_gradients(lambda q, k, v: scattered(module(q, k, v, mask), mine), *inputs)]
-
-        results = {}
-        for case in PARALLEL_CASES:
-            fields, shapes, _ = CASES[case]
-            results[case] = attend(build_attention(groups=groups, context_parallel_size=size, **fields), None, **shapes)
-        options: dict[str, Any] = {"groups": groups, "context_parallel_size": size, "num_query_groups": 2}
-        results["mask"] = attend(build_attention(**options), batch["attention_mask"], query_groups=2)
-        sinks = build_attention(softmax_type="off-by-one", params_dtype=torch.float64, **options)
-        results["sinks"] = attend(sinks, None, query_groups=2)
-        results["off by config"] = attend(build_attention(groups=groups), None)
-        return results
-
-
-def scattered(output: Tensor, positions: Tensor) -> Tensor:
-    """This rank's rows in their place of the whole, so that all ranks use the rows of one gradient."""
-    return output.new_zeros(S, *output.shape[1:]).index_copy(0, positions, output)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_is_the_formula(size: int) -> None:
-    ranks = run_ranks(size, attend_in_parallel, size, init="gloo")
-    cases = {case: CASES[case] for case in PARALLEL_CASES}
-    cases["mask"] = ({}, {"query_groups": 2}, CAUSAL & ~random_mask())
-    cases["sinks"] = ({}, {"query_groups": 2}, CAUSAL)
-    for case, (fields, shapes, allowed) in cases.items():
-        scale = fields.get("arguments", {}).get("softmax_scale", 8**-0.5)
-        sinks = torch.zeros(4) if case == "sinks" else None
-        inputs = make_inputs(**shapes)
-        expected = with_gradients(
-            lambda q, k, v, a=allowed, c=scale, s=sinks: plain_attention(q, k, v, a, c, s), *inputs
-        )
-        assert sorted(torch.cat([rank[case][0] for rank in ranks]).tolist()) == list(range(S)), case
-        for rank in ranks:
-            mine, output, *gradients = rank[case]
-            assert_same([output[mine], *gradients], [x[mine] for x in expected])
-
-
-def test_a_config_without_context_parallel_ignores_the_group() -> None:
-    """The two ranks see their own tokens alone."""
-    for rank in run_ranks(2, attend_in_parallel, 2, init="gloo"):
-        mine, output, *_ = rank["off by config"]
-        query, key, value = (x[mine] for x in make_inputs())
-        expected = plain_attention(query, key, value, CAUSAL[: len(mine), : len(mine)])
-        assert_same([output[mine]], [expected])
-
-
-def refusals_in_parallel() -> list[str]:
-    group: Any = torch.distributed.group.WORLD
-    options: dict[str, Any] = {
-        "groups": minloop.ProcessGroupCollection(tp=None, cp=group),
-        "context_parallel_size": 2,
-    }
-    query, key, value = make_inputs()
-    calls = [
-        lambda: build_attention(**options)(query[:7], key[:7], value[:7], None),
-        lambda: build_attention(AttnMaskType.no_mask, window_size=(2, 2), **options)(query, key, value, None),
-        lambda: build_attention(**options)(query[:, 0], key[:, 0], value[:, 0], None, packed_seq_params=packed([S])),
-    ]
-    messages = []
-    for call in calls:
-        with pytest.raises(ValueError) as refusal:  # noqa: PT011  the messages are looked at by the caller
-            call()
-        messages.append(str(refusal.value))
-    return messages
-
-
-def test_what_context_parallel_refuses() -> None:
-    for odd, window, sequences in run_ranks(2, refusals_in_parallel, init="gloo"):
-        assert "context_parallel_size is 2" in odd
-        assert "7 tokens" in odd
-        assert "window_size=(2, 2)" in window
-        assert "packed_seq_params" in sequences
-        assert "context_parallel_size" in sequences
-
-
 def attend_with_dropout(sequence_parallel: bool) -> list[Any]:
     config = minloop.build_config(
         num_layers=1,
@@ -378,11 +187,15 @@ def attend_with_dropout(sequence_parallel: bool) -> list[Any]:
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     before, default = tracker.get_states(), torch.get_rng_state()
     inputs = make_inputs(place=("cpu", torch.float32))
-    first = module(*inputs, None)
-    second = module(*inputs, None)
+
+    def attend() -> Tensor:
+        with tracker.fork() if sequence_parallel else contextlib.nullcontext():  # as a transformer block does
+            return module(*inputs, None)
+
+    first, second = attend(), attend()
     default_is_untouched = torch.equal(default, torch.get_rng_state())
     tracker.set_states(before)
-    again = module(*inputs, None)
+    again = attend()
     without = module.eval()(*inputs, None)
     minloop.shutdown_distributed()
     return [first, second, again, without, default_is_untouched]
@@ -497,15 +310,26 @@ def texts_of_specs(fields: dict[str, Any]) -> list[tuple[str, str, str]]:
     return texts
 
 
+REPLACED = {
+    "megatron.core.transformer.torch_norm.WrappedTorchNorm": "minloop.layers.norm.TorchNorm",
+    "megatron.core.transformer.dot_product_attention.DotProductAttention": (
+        "minloop.layers.attention.TorchDotProductAttention"
+    ),
+    "megatron.core.transformer.multi_latent_attention.MLASelfAttention": (
+        "minloop.layers.latent_attention.TorchMLASelfAttention"
+    ),
+}
+
+
 @pytest.mark.parametrize("case", SPECS)
 def test_with_torch_parts_replaces_all_parts_and_nothing_else(case: str) -> None:
     (texts,) = run_ranks(1, texts_of_specs, SPECS[case])
     for before, after, again in texts:
         assert again == before
         assert before.count("WrappedTorchNorm'") >= 3
-        named = before.replace("megatron.core.transformer.torch_norm.WrappedTorchNorm", "minloop.layers.norm.TorchNorm")
-        old = "megatron.core.transformer.dot_product_attention.DotProductAttention"
-        assert after == named.replace(old, "minloop.layers.attention.TorchDotProductAttention")
+        for old, new in REPLACED.items():
+            before = before.replace(f"{old}'", f"{new}'")
+        assert after == before
         assert "WrappedTorchNorm" not in after
         assert ".DotProductAttention" not in after
 

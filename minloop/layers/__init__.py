@@ -5,19 +5,43 @@ import functools
 from typing import Any
 
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from minloop.layers.attention import TorchDotProductAttention
+from minloop.layers.gated_delta_net import TorchGatedDeltaNet
+from minloop.layers.gathered_linear import TorchColumnParallelLinearGathered
+from minloop.layers.hybrid_stack import TorchHybridStack
+from minloop.layers.latent_attention import TorchMLASelfAttention
+from minloop.layers.mamba import TorchMambaMixer
 from minloop.layers.norm import TorchNorm
 
-__all__ = ["TorchDotProductAttention", "TorchNorm", "with_torch_parts"]
+__all__ = [
+    "TorchColumnParallelLinearGathered",
+    "TorchDotProductAttention",
+    "TorchGatedDeltaNet",
+    "TorchHybridStack",
+    "TorchMLASelfAttention",
+    "TorchMambaMixer",
+    "TorchNorm",
+    "with_torch_parts",
+]
 
 _PARTS: dict[type, type] = {
     WrappedTorchNorm: TorchNorm,
     FusedLayerNorm: TorchNorm,
     DotProductAttention: TorchDotProductAttention,
+    MLASelfAttention: TorchMLASelfAttention,
+    ColumnParallelLinearGathered: TorchColumnParallelLinearGathered,
+    GatedDeltaNet: TorchGatedDeltaNet,
+    MambaMixer: TorchMambaMixer,
+    HybridStack: TorchHybridStack,
 }
 
 
@@ -26,7 +50,7 @@ def with_torch_parts[Spec](spec: Spec) -> Spec:
 
     mcore's `WrappedTorchNorm` and Apex's `FusedLayerNorm` become `TorchNorm`, which allows sequence parallelism;
     `DotProductAttention` becomes `TorchDotProductAttention`, which also allows context parallelism and multi-latent
-    attention.
+    attention; `GatedDeltaNet`, `MambaMixer` and `HybridStack` become those that need no kernels.
 
     Args:
         spec: what `get_gpt_decoder_block_spec`, `get_gpt_mtp_block_spec` and their like return: a `ModuleSpec`, a
@@ -39,9 +63,8 @@ def with_torch_parts[Spec](spec: Spec) -> Spec:
 def _replace(spec: Any) -> Any:
     if isinstance(spec, type):
         return _PARTS.get(spec, spec)
-    module: Any = get_module(spec) if isinstance(spec, ModuleSpec) else None  # it may be given by its path
-    if module in _PARTS:
-        return dataclasses.replace(spec, module=_PARTS[module])
+    if isinstance(spec, ModuleSpec) and (module := get_module(spec)) in _PARTS:  # it may be given by its path
+        spec = dataclasses.replace(spec, module=_PARTS[module])
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.init}
         return dataclasses.replace(spec, **_replace(values))

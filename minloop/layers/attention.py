@@ -16,19 +16,8 @@ from megatron.core.utils import divide, get_pg_size
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from minloop.layers.context_parallel import chunk_ends, gather_sequence
-from minloop.layers.kernels import (
-    CAUSAL,
-    EVERYTHING,
-    Band,
-    allowed_by,
-    build_mask,
-    flash,
-    flash_can_run,
-    fused,
-    with_sinks,
-)
-from minloop.messages import say_once
+from minloop.layers.context_parallel import ContextParallel
+from minloop.layers.kernels import Band, Boundaries, Options, allowed_by, attend
 
 _CAUSAL_TYPES = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _ANY_KERNEL = (
@@ -53,9 +42,10 @@ class TorchDotProductAttention(MegatronModule):
     attention), packed sequences. A causal mask always holds, with a window or an `attention_mask` too; a window of -1
     is open. The softmax is always taken in fp32.
 
-    Attention sinks (`softmax_type` other than "vanilla") are written out and hold [s, s] scores in memory. Windows,
-    context parallelism and packed sequences hold a mask [s, s], unless torch's flash kernel can run: on a GPU, in bf16
-    or fp16, without dropout and `attention_mask`.
+    Attention sinks (`softmax_type` other than "vanilla") are written out and hold [s, s] scores in memory. Windows and
+    packed sequences hold a mask [s, s], unless torch's flash kernel can run: on a GPU, in bf16 or fp16, without dropout
+    and `attention_mask`. What the patterns of context parallelism hold is said where they are (`context_parallel`).
+    Dropout draws from the stream of this tensor parallel rank, the same on all context parallel ranks, as in mcore.
 
     Args:
         config: whose `attention_backend` chooses the kernels on a GPU, by default cuDNN's before all others.
@@ -63,10 +53,11 @@ class TorchDotProductAttention(MegatronModule):
         attn_mask_type: used where a call names none.
         attention_dropout: by default `config.attention_dropout`.
         softmax_scale: factor of the scores, by default 1 / sqrt(size of a key head).
-        cp_comm_type: only "all_gather" exists here; others give the same numbers and are answered with it.
-        pg_collection: `tp` and `cp` are used.
+        cp_comm_type: "p2p" (so None too), "a2a", "all_gather" or "a2a+p2p": all give the same numbers.
+        pg_collection: `tp`, `cp` and, for "a2a+p2p", `hcp` are used.
     Raises:
-        ValueError: qk_clip or log_max_attention_logit is on, or `softmax_type` is unknown.
+        ValueError: qk_clip or log_max_attention_logit is on, `softmax_type` or `cp_comm_type` is unknown, or its groups
+            or heads do not go together.
     """
 
     def __init__(
@@ -88,14 +79,13 @@ class TorchDotProductAttention(MegatronModule):
                 f"qk_clip={config.qk_clip}, log_max_attention_logit={config.log_max_attention_logit}: torch's kernels "
                 "do not report the largest logit: set both to False or use transformer_impl='transformer_engine'"
             )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp", "hcp"])
         self.tp_group = groups.tp
         # A module may go without context parallelism (an encoder, say) though there is a group for it.
-        self.cp_group = groups.cp if config.context_parallel_size > 1 and get_pg_size(groups.cp) > 1 else None
-        if self.cp_group is not None and cp_comm_type not in (None, "all_gather"):
-            say_once(
-                f"cp_comm_type={cp_comm_type!r} needs Transformer Engine: keys and values are all-gathered instead"
-            )
+        parallel = config.context_parallel_size > 1 and get_pg_size(groups.cp) > 1
+        self.parallel = ContextParallel.from_groups(cp_comm_type, groups) if parallel else None
+        if self.parallel is not None:
+            self.parallel.check_heads(divide(config.num_attention_heads, get_pg_size(groups.tp)))
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
@@ -104,7 +94,7 @@ class TorchDotProductAttention(MegatronModule):
         )
         frequency: Any = config.window_attn_skip_freq
         windowed = is_layer_window_attention(config.window_size, frequency, layer_number)
-        self.window = (config.window_size if windowed else None) or (-1, -1)
+        self.window = (config.window_size if windowed else None) or (-1, -1)  # -1 is open
         self.kernels = _KERNELS[config.attention_backend]
         self.softmax_offset = self._build_softmax_offset()
 
@@ -160,17 +150,19 @@ class TorchDotProductAttention(MegatronModule):
             boundaries = self._boundaries(packed_seq_params, causal, attention_mask, len(query))
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
             return self._attend(query, key, value, causal, boundaries=boundaries).flatten(1)
-        if self.cp_group is not None:
-            return self._attend_in_parallel(query, key, value, causal, attention_mask, self.cp_group).flatten(2)
-        return self._attend(query, key, value, causal, allowed_by(attention_mask, len(query), len(key))).flatten(2)
+        keys = len(key) if self.parallel is None else len(key) * self.parallel.everyone.size()
+        return self._attend(query, key, value, causal, allowed_by(attention_mask, len(query), keys)).flatten(2)
 
     def _boundaries(self, packed: PackedSeqParams, causal: bool, mask: Tensor | None, tokens: int) -> Tensor:
         """Where packed sequences end: [n + 2], int32, from 0 to the number of tokens."""
+        own = None if self.parallel is None else self.parallel.everyone
+        ranks = get_pg_size(own)
         refused = {
-            "context_parallel_size > 1": self.cp_group is not None or get_pg_size(packed.cp_group) > 1,
             f"qkv_format={packed.qkv_format!r} (only 'thd')": packed.qkv_format != "thd",
             "an attn_mask_type that is not causal": not causal,
             "an attention_mask": mask is not None,
+            "a cp_group of their own": packed.cp_group not in (None, own) and get_pg_size(packed.cp_group) > 1,
+            f"local_cp_size={packed.local_cp_size}": packed.local_cp_size not in (None, ranks),
         }
         if any(refused.values()):
             raise ValueError(
@@ -180,32 +172,7 @@ class TorchDotProductAttention(MegatronModule):
         padded: Any = packed.cu_seqlens_q_padded
         boundaries = packed.cu_seqlens_q if padded is None else padded
         # What follows the last sequence is one more: the flash kernel would leave those tokens unwritten.
-        return F.pad(boundaries.int(), (0, 1), value=tokens)
-
-    def _attend_in_parallel(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        causal: bool,
-        attention_mask: Tensor | None,
-        group: torch.distributed.ProcessGroup,
-    ) -> Tensor:
-        """Attend to the whole sequence with each of this rank's two chunks; a causal chunk ends where its keys end."""
-        if not causal and self.window != (-1, -1):
-            raise ValueError(
-                f"window_size={self.window} with context_parallel_size ({group.size()}) needs a causal attn_mask_type"
-            )
-        ends = chunk_ends(len(query), group)
-        key, value = gather_sequence(key, group), gather_sequence(value, group)
-        allowed = allowed_by(attention_mask, len(query), len(key))
-        rows = (None, None) if allowed is None else allowed.chunk(2, dim=-2)
-        outputs: list[Tensor] = []
-        for chunk, mask, end in zip(query.chunk(2), rows, ends, strict=True):
-            seen = end if causal else len(key)
-            mask = None if mask is None else mask[..., :seen]
-            outputs.append(self._attend(chunk, key[:seen], value[:seen], causal, mask))
-        return torch.cat(outputs)
+        return F.pad(boundaries.int(), (0, 1), value=tokens * ranks)
 
     def _attend(
         self,
@@ -216,24 +183,23 @@ class TorchDotProductAttention(MegatronModule):
         allowed: Tensor | None = None,
         boundaries: Tensor | None = None,
     ) -> Tensor:
-        """[sq, b, np, hn] -> [sq, b, np, hv]; the last query sits at the last key, as in mcore's masks of windows."""
-        sq, sk = len(query), len(key)
-        left = -1 if self.window[0] >= sk - 1 else self.window[0]
-        band = Band(left, 0 if causal else self.window[1])
-        dropout = self.attention_dropout.p if self.training else 0.0
-        scale = query.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        options: dict[str, Any] = {"dropout": dropout, "scale": scale}
-        with _own_stream() if dropout else contextlib.nullcontext():
-            if self.softmax_offset is None and allowed is None:
-                if boundaries is None and (band == EVERYTHING or (band == CAUSAL and sq == sk)):
-                    return fused(query, key, value, is_causal=causal, kernels=self.kernels, **options)
-                if SDPBackend.FLASH_ATTENTION in self.kernels and not dropout and flash_can_run(query, value):
-                    return flash(query, key, value, band, boundaries, scale)
-            mask = build_mask(sq, sk, band, allowed, boundaries, query.device)
-            if self.softmax_offset is None:
-                return fused(query, key, value, mask=mask, kernels=self.kernels, **options)
-            factor = self.layer_number if self.config.apply_query_key_layer_scaling else 1
-            return with_sinks(query, key, value, mask=mask, sinks=self.softmax_offset, fp32_factor=factor, **options)
+        """[sq, b, np, hn] -> [sq, b, np, hv]."""
+        left, right = (None if side < 0 else side for side in self.window)
+        band = Band(left, 0 if causal else right)
+        options = Options(
+            scale=query.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
+            dropout=self.attention_dropout.p if self.training else 0.0,
+            kernels=self.kernels,
+            sinks=self.softmax_offset,
+            fp32_factor=self.layer_number if self.config.apply_query_key_layer_scaling else 1,
+        )
+        # With sequence parallelism the whole block draws from this stream, and entered anew it could not be recomputed.
+        own_stream = options.dropout and not self.config.sequence_parallel
+        with _own_stream() if own_stream else contextlib.nullcontext():
+            if self.parallel is not None:
+                return self.parallel.attend(query, key, value, band, options, allowed, boundaries)
+            both = None if boundaries is None else Boundaries(boundaries, boundaries)
+            return attend(query, key, value, band, options, allowed, both)
 
     sharded_state_dict = DotProductAttention.sharded_state_dict  # of `softmax_offset`
 
