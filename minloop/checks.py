@@ -1,5 +1,6 @@
 """Checks across fields and configs: what mcore would refuse later, cryptically or not at all, is refused by name."""
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
+
+from minloop.determinism import check_deterministic_config
+from minloop.expert_checks import check_experts
+from minloop.memory_checks import check_recompute
 
 HOOKS = (
     "finalize_model_grads_func",
@@ -94,8 +99,10 @@ def check_config(config: Any) -> None:
         raise ValueError(f"transformer_impl='transformer_engine' but {lacks}: use transformer_impl='local'")
     _check_tensor_parallel(config)
     _check_pipeline(config)
-    _check_experts(config)
+    check_experts(config)
     _check_context_parallel(config)
+    check_recompute(config)
+    check_deterministic_config(config)
 
 
 def _check_tensor_parallel(config: Any) -> None:
@@ -116,6 +123,11 @@ def _check_tensor_parallel(config: Any) -> None:
     ffn = config.ffn_hidden_size or 4 * config.hidden_size
     if ffn % tp:
         raise ValueError(f"ffn_hidden_size ({ffn}) is not divisible by tensor_model_parallel_size ({tp})")
+    if config.multi_latent_attention and tp > 1 and not config.sequence_parallel and config.transformer_impl != "local":
+        raise ValueError(
+            f"multi_latent_attention=True with tensor_model_parallel_size ({tp}): on Transformer Engine's layers mcore "
+            "sums the gradients of its shared projections over the ranks only with sequence_parallel=True: set it"
+        )
     if config.sequence_parallel and tp == 1:
         raise ValueError(
             "sequence_parallel=True needs tensor_model_parallel_size > 1: it splits the sequence over the tensor "
@@ -135,7 +147,8 @@ def _check_pipeline(config: Any) -> None:
             f"virtual_pipeline_model_parallel_size ({vpp}) needs pipeline_model_parallel_size > 1, which is 1: set "
             "virtual_pipeline_model_parallel_size=None or use more pipeline stages"
         )
-    by_hand = any(getattr(config, name) for name in STAGE_FIELDS[1:6])
+    # A hybrid model's pattern says which layers go where.
+    by_hand = any(getattr(config, name) for name in STAGE_FIELDS[1:6]) or (config.is_hybrid_model and vpp is None)
     if not by_hand and config.num_layers % (pp * (vpp or 1)):
         raise ValueError(
             f"num_layers ({config.num_layers}) is not divisible by pipeline_model_parallel_size ({pp}) × "
@@ -154,38 +167,35 @@ def _check_pipeline(config: Any) -> None:
         )
 
 
-def _check_experts(config: Any) -> None:
-    ep, experts = config.expert_model_parallel_size, config.num_moe_experts
-    if ep > 1 and not experts:
-        raise ValueError(
-            f"expert_model_parallel_size ({ep}) needs experts, but num_moe_experts is {experts}: set num_moe_experts "
-            "or expert_model_parallel_size=1"
-        )
-    if experts and experts % ep:
-        raise ValueError(f"num_moe_experts ({experts}) is not divisible by expert_model_parallel_size ({ep})")
-    if ep > 1 and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ValueError(
-            f"expert_model_parallel_size ({ep}) with tensor_model_parallel_size ({config.tensor_model_parallel_size}) "
-            "needs sequence_parallel=True"
-        )
-
-
 def _check_context_parallel(config: Any) -> None:
-    if config.context_parallel_size > 1 and config.mtp_num_layers:
+    if config.context_parallel_size > 1 and config.mtp_num_layers and not config.calculate_per_token_loss:
         raise ValueError(
-            f"mtp_num_layers ({config.mtp_num_layers}) with context_parallel_size ({config.context_parallel_size}): "
-            "mcore scales the loss of predicted tokens by each rank's own part of the sequence, which trains another "
-            "model; set mtp_num_layers=None or context_parallel_size=1"
+            f"mtp_num_layers ({config.mtp_num_layers}) with context_parallel_size ({config.context_parallel_size}) "
+            "needs calculate_per_token_loss=True: otherwise mcore averages the loss of predicted tokens over each "
+            "rank's own part of the sequence, which trains another model"
         )
     cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
-    product = 1
-    for size in hierarchy or ():
-        product *= size
-    if hierarchy and product != cp:
+    if hierarchy and math.prod(hierarchy) != cp:
         raise ValueError(
-            f"hierarchical_context_parallel_sizes {hierarchy} multiply to {product}, "
+            f"hierarchical_context_parallel_sizes {hierarchy} multiply to {math.prod(hierarchy)}, "
             f"not to context_parallel_size ({cp})"
         )
+    types = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    for kind in types if cp > 1 else ():
+        if kind not in (None, "p2p", "a2a", "all_gather", "a2a+p2p"):
+            raise ValueError(f"cp_comm_type={kind!r}: use 'p2p', 'a2a', 'all_gather' or 'a2a+p2p'")
+        if kind == "a2a+p2p" and len(hierarchy or ()) != 2:
+            raise ValueError(
+                f"cp_comm_type='a2a+p2p' with hierarchical_context_parallel_sizes={hierarchy}: set them to [ranks of "
+                f"an all-to-all, ranks of a ring], which multiply to context_parallel_size ({cp})"
+            )
+        ranks, tp = {"a2a": cp, "a2a+p2p": (hierarchy or [1])[0]}.get(kind or "", 1), config.tensor_model_parallel_size
+        if config.num_attention_heads % (ranks * tp):
+            raise ValueError(
+                f"num_attention_heads ({config.num_attention_heads}) is not divisible by tensor_model_parallel_size "
+                f"({tp}) × the {ranks} ranks to which cp_comm_type={kind!r} deals heads out: use 'p2p' or "
+                "'all_gather', or 'a2a+p2p' with a smaller first of hierarchical_context_parallel_sizes"
+            )
     for name in ("cp_comm_type", "moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         value = getattr(config, name, None)
         if isinstance(value, list) and len(value) != config.num_layers:

@@ -65,6 +65,8 @@ def _fusions(draft: SimpleNamespace) -> dict[str, bool]:
     """
     gelu = draft.activation_func is F.gelu and draft.add_bias_linear and not draft.gated_linear_unit
     swiglu = draft.activation_func is F.silu and draft.gated_linear_unit
+    if draft.num_moe_experts:  # experts weigh their activation, and of this mcore fused SwiGLU without biases only
+        gelu, swiglu = False, swiglu and not draft.add_bias_linear
     return {
         "bias_activation_fusion": gelu or swiglu,
         "bias_dropout_fusion": True,

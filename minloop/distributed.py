@@ -12,11 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from minloop.checks import check_config, wrong_apex
 from minloop.cpu import cpu_backend
+from minloop.determinism import check_deterministic_environment, deterministic_algorithms
 from minloop.messages import say_once
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -38,7 +40,8 @@ def init_distributed(
 
     A default group that a host made is reused. Otherwise torchrun's environment is read (RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR, MASTER_PORT); without it this is one process. Without a GPU the CPU backend is switched on and ranks
-    talk through gloo, see `minloop.cpu_backend`.
+    talk through gloo, see `minloop.cpu_backend`. With ``config.deterministic_mode`` torch uses deterministic algorithms
+    in this whole process until `shutdown_distributed`.
 
     Args:
         config: its parallel sizes decide the groups; the data parallel size is what remains of the world.
@@ -50,7 +53,8 @@ def init_distributed(
             ``order="tp-cp-ep-pp-dp"`` or ``num_distributed_optimizer_instances``.
     Raises:
         ValueError: the world size does not fit the layout, or the config contradicts itself.
-        RuntimeError: half-set launch variables, a port in use, two ranks on one GPU, groups of another layout.
+        RuntimeError: half-set launch variables, a port in use, two ranks on one GPU, groups of another layout; on a GPU
+            environment variables that `deterministic_mode` needs.
     """
     check_config(config)
     with contextlib.ExitStack() as undo:  # a failure part-way takes back this call's part and no earlier call's
@@ -58,6 +62,9 @@ def init_distributed(
         if not dist.is_initialized():
             _init_default_group(backend, timeout, undo)
         check_world_size(config, dist.get_world_size())
+        if config.deterministic_mode:
+            check_deterministic_environment(config)
+            undo.enter_context(deterministic_algorithms())
         _init_model_parallel(config, timeout, mcore_options, undo)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         seed_ranks(seed, groups, config, data_parallel_random_init=data_parallel_random_init)
@@ -188,7 +195,12 @@ def _init_model_parallel(
                 "shutdown_distributed() (or the host's own clean-up) first"
             )
         return
-    defaults = {"distributed_timeout_minutes": timeout.total_seconds() / 60, "create_gloo_process_groups": False}
+    defaults: dict[str, Any] = {
+        "distributed_timeout_minutes": timeout.total_seconds() / 60,
+        "create_gloo_process_groups": False,
+    }
+    if config.mtp_standalone:  # the prediction layers' stage, not the last one, holds a copy of the embedding
+        defaults["get_embedding_ranks"] = lambda ranks: sorted({ranks[0], *get_mtp_ranks(ranks, config)})
     options: dict[str, Any] = sizes | defaults | mcore_options
     parallel_state.initialize_model_parallel(**options)
     undo.callback(parallel_state.destroy_model_parallel)

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-from minloop.data import slice_batch_for_context_parallel, to_device
 from minloop.microbatches import Microbatches
 from minloop.state import TrainState
-from minloop.step import check_tokens, evaluating, forward_backward, model_attribute
+from minloop.step import evaluating, forward_backward, model_attribute, place_batch
 
 
 @torch.no_grad()
@@ -45,12 +44,9 @@ def forward_logits(state: TrainState, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _logits_step(data: Any, model: torch.nn.Module) -> Any:
-    batch = next(data)
-    check_tokens(batch, model)
-    batch = slice_batch_for_context_parallel(batch, model_attribute(model, "pg_collection"))
-    batch = to_device(batch, torch.cuda.current_device())
+    batch = place_batch(next(data), model)
     output = model(batch["tokens"], batch["position_ids"], None)
-    return output, lambda logits: (logits.new_zeros(()), {"logits": logits})
+    return output, lambda logits: (logits.new_zeros(()), logits.new_ones(()), {"logits": logits})
 
 
 def _gather_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -2,13 +2,12 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.pipeline_parallel.utils import (
     is_pp_first_stage,
     is_pp_last_stage,
@@ -19,15 +18,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options
 from minloop.checks import check_config
-from minloop.layers import with_torch_parts
+from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.messages import without_log_lines
 
 
 class ModelProvider(Protocol):
     """Builds one model chunk: any `MegatronModule` with a ``set_input_tensor(tensor)``, by which mcore's schedules hand
-    over the activations of the stage before. `gpt_forward_step` also reads ``pre_process``, ``post_process``,
-    ``pg_collection``, ``vocab_size``, ``max_sequence_length`` and ``position_embedding_type`` from it.
+    over the activations of the stage before. `gpt_forward_step` also reads ``pg_collection``, ``vocab_size``,
+    ``max_sequence_length`` and ``position_embedding_type`` from it. For checkpoints that fit other layouts, a layer has
+    one name whatever its stage, and all modules that hold a part of it are `MegatronModule`s or mcore's layers.
     """
 
     def __call__(
@@ -67,30 +68,50 @@ def build_model(
         before_wrapping: called with each chunk before it is cast to bf16 or fp16: load weights, freeze, add adapters.
     Raises:
         ValueError: the groups have another layout than the config.
+        RuntimeError: `deterministic_mode`, but torch does not use deterministic algorithms.
     """
     check_config(config)
     check_groups(config, groups)
+    if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "deterministic_mode=True, but torch does not use deterministic algorithms: give this config to "
+            "init_distributed, or call torch.use_deterministic_algorithms(True) where a host made the groups"
+        )
     config = copy.copy(config)
     stages = config.virtual_pipeline_model_parallel_size
     chunks: list[MegatronModule] = []
     for stage in range(stages or 1):
         vp_stage = None if stages is None else stage
+        first = is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, stages)
+        last = is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, stages)
         chunk = provider(
             config,
-            pre_process=is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, stages),
-            post_process=is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, stages),
+            pre_process=first,
+            post_process=last,
             vp_stage=vp_stage,
             pg_collection=groups,
         )
-        if getattr(chunk, "model_type", None) is None:
-            cast(Any, chunk).model_type = ModelType.encoder_or_decoder  # mcore's schedules ask for it
-        for parameter in chunk.parameters():  # without them gradient norms and checkpoints count a parameter wrongly
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        _complete(chunk, config, groups, first, last)
         if before_wrapping is not None:
             before_wrapping(chunk)
         chunk.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk)
     return chunks
+
+
+def _complete(
+    chunk: MegatronModule, config: TransformerConfig, groups: ProcessGroupCollection, first: bool, last: bool
+) -> None:
+    """Give a chunk what mcore takes for granted, and the loss masks that multi-token prediction needs."""
+    # mcore asks every model for these: its schedules for the first, its sums of tied gradients for the others.
+    asked = {"model_type": ModelType.encoder_or_decoder, "share_embeddings_and_output_weights": False}
+    for name, value in (asked | {"pre_process": first, "post_process": last}).items():
+        if not hasattr(chunk, name):
+            setattr(chunk, name, value)
+    for parameter in chunk.parameters():  # without them gradient norms and checkpoints count a parameter wrongly
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if config.mtp_num_layers and config.context_parallel_size > 1:
+        count_tokens_of_all_ranks(chunk, groups.cp)
 
 
 def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
@@ -109,6 +130,16 @@ def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> N
             )
 
 
+def check_vocab_size(vocab_size: int, config: TransformerConfig) -> None:
+    """Raise ValueError if `vocab_size` cannot be divided over the tensor parallel ranks."""
+    tp = config.tensor_model_parallel_size
+    if vocab_size % tp:
+        raise ValueError(
+            f"vocab_size ({vocab_size}) is not divisible by tensor_model_parallel_size ({tp}): pad it to "
+            f"{-(-vocab_size // tp) * tp}"
+        )
+
+
 def build_gpt_model(
     config: TransformerConfig,
     groups: ProcessGroupCollection,
@@ -124,7 +155,10 @@ def build_gpt_model(
         vocab_size: rows of the embedding; a multiple of the tensor parallel size.
         max_sequence_length: tokens; the size of the learned position embedding.
         gpt_options: other arguments of mcore's `GPTModel`, such as ``position_embedding_type="rope"`` or
-            ``share_embeddings_and_output_weights=True``.
+            ``share_embeddings_and_output_weights=True``. With ``position_embedding_type="yarn"`` also YaRN's:
+            `yarn_rotary_scaling_factor` and `yarn_original_max_position_embeddings`, and of those that have defaults
+            `yarn_beta_fast`, `yarn_beta_slow`, `yarn_mscale`, `yarn_mscale_all_dim`,
+            `yarn_correction_range_round_to_int`.
     """
     provider = gpt_provider(vocab_size=vocab_size, max_sequence_length=max_sequence_length, **gpt_options)
     return build_model(provider, config, groups, before_wrapping=before_wrapping)
@@ -148,15 +182,12 @@ def gpt_provider(*, vocab_size: int, max_sequence_length: int, **gpt_options: An
         vp_stage: int | None,
         pg_collection: ProcessGroupCollection,
     ) -> MegatronModule:
-        tp = config.tensor_model_parallel_size
-        if vocab_size % tp:
-            raise ValueError(
-                f"vocab_size ({vocab_size}) is not divisible by tensor_model_parallel_size ({tp}): pad it to "
-                f"{-(-vocab_size // tp) * tp}"
-            )
-        layer_spec, mtp_spec = _gpt_specs(config, pg_collection, vp_stage)
+        check_vocab_size(vocab_size, config)
+        check_gpt_options(config, gpt_options)
+        options = take_yarn_options(config, gpt_options)
+        layer_spec, mtp_spec = gpt_specs(config, pg_collection, vp_stage)
         with without_log_lines("megatron.core.models.gpt.gpt_model", "DEPRECATED"):
-            return GPTModel(
+            model = GPTModel(
                 config,
                 transformer_layer_spec=layer_spec,
                 vocab_size=vocab_size,
@@ -166,24 +197,11 @@ def gpt_provider(*, vocab_size: int, max_sequence_length: int, **gpt_options: An
                 mtp_block_spec=mtp_spec,
                 pg_collection=pg_collection,
                 vp_stage=vp_stage,
-                **gpt_options,
+                **options,
             )
+        if options.get("share_embeddings_and_output_weights") and model.mtp_process and post_process:
+            # This stage's embedding serves as output weight. mcore allocates one beside it, which it then cannot save.
+            model.output_layer.weight = None
+        return model
 
     return provide
-
-
-def _gpt_specs(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> tuple[Any, Any]:
-    """The layer specs of this stage: (decoder block, multi-token prediction block or None)."""
-    with_te = config.transformer_impl == "transformer_engine"
-    where: dict[str, Any] = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
-    layer_spec: Any = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=with_te,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-        **where,
-    )
-    mtp_spec: Any = None
-    if config.mtp_num_layers:
-        mtp_spec = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=with_te, **where)
-    return (layer_spec, mtp_spec) if with_te else (with_torch_parts(layer_spec), with_torch_parts(mtp_spec))

@@ -137,7 +137,16 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
             r"multiply to 6, not to context_parallel_size \(4\)",
         ),
-        ({"context_parallel_size": 2, "mtp_num_layers": 1}, r"mtp_num_layers \(1\) with context_parallel_size \(2\)"),
+        (
+            {"context_parallel_size": 2, "mtp_num_layers": 1, "calculate_per_token_loss": False},
+            r"mtp_num_layers \(1\) with context_parallel_size \(2\)",
+        ),
+        ({"context_parallel_size": 2, "cp_comm_type": "ring"}, "cp_comm_type='ring'"),
+        ({"context_parallel_size": 2, "cp_comm_type": "a2a+p2p"}, "hierarchical_context_parallel_sizes=None"),
+        (
+            {"context_parallel_size": 2, "cp_comm_type": "a2a", "num_attention_heads": 3, "hidden_size": 48},
+            r"num_attention_heads \(3\).*cp_comm_type='a2a'",
+        ),
         ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size is 0: it must be at least 1"),
         ({"hidden_dropout": 1.5}, "hidden_dropout is 1.5"),
         ({"params_dtype": torch.bfloat16}, "bf16 is False: set bf16=True"),

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 Batch = dict[str, torch.Tensor]
 """`tokens`, `labels`, `position_ids`: int64 [b, s]; `loss_mask`: float32 [b, s]; optionally `attention_mask`: bool
-[b, 1, s, s], True where attention is forbidden. b: micro batch size; s: the full sequence, on every rank."""
+[b, 1, s, s], True where attention is forbidden. b: micro batch size; s: the full sequence, on every rank. For mRoPE
+`position_ids` may be [b, 3, s]: time, height and width."""
 
 
 @dataclass(frozen=True)
