@@ -1,10 +1,13 @@
 """Losses: what a GPT's output becomes, and how reports of microbatches and ranks become one number on every rank."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
 
 from minloop.state import TrainState
 
@@ -12,22 +15,64 @@ Report = dict[str, torch.Tensor]
 """What a loss function reports of one microbatch: name → [sum, count], float32, not part of the graph."""
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, Report]]
-"""mcore's three-value contract: output → (sum of losses, number of tokens as an int tensor, report)."""
+"""mcore's three-value contract: output → (sum of losses, number of tokens, report). The number may be fractional."""
 
 
 def token_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Report]:
     """Sum the losses of the tokens that count, by mcore's three-value contract.
 
     Args:
-        loss_mask: [b, s] float32, 1 where a token counts.
+        loss_mask: [b, s] float32, 1 where a token counts, or the weight with which it counts.
         output: [b, s] float32, the loss of each token in nats.
     Returns:
-        The sum (differentiable, 0-d), the number of tokens (0-d int32), and the report {"lm loss": [sum, tokens]}.
+        The sum (differentiable, 0-d), the number of tokens (0-d float32), and the report {"lm loss": [sum, tokens]}.
     """
     total = torch.sum(output.float() * loss_mask)
     tokens = loss_mask.sum()
     # stack copies: mcore's schedule divides the first value in place
-    return total, tokens.to(torch.int32), {"lm loss": torch.stack([total.detach(), tokens])}
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens])}
+
+
+@contextlib.contextmanager
+def exact_token_count(
+    config: TransformerConfig, forward_step: Callable[..., Any]
+) -> Generator[Callable[..., tuple[torch.Tensor, LossFunction]]]:
+    """While inside, gradients are divided by the very number of tokens, at least 1, that the loss functions return.
+
+    mcore's schedules add up integers. Yields the forward step to give to the schedule, whose loss functions count in
+    float64 what `config.finalize_model_grads_func` then gets.
+    """
+    tokens = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    finalize = config.finalize_model_grads_func
+
+    def counting_step(*args: Any, **options: Any) -> tuple[torch.Tensor, LossFunction]:
+        output, loss_function = forward_step(*args, **options)
+        return output, partial(_counting_loss, config, tokens, loss_function)
+
+    def finalize_by_tokens(model: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+        if finalize is not None:
+            finalize(model, None if num_tokens is None else tokens, **options)
+
+    config.finalize_model_grads_func = finalize_by_tokens
+    try:
+        yield counting_step
+    finally:
+        config.finalize_model_grads_func = finalize
+
+
+def _counting_loss(
+    config: TransformerConfig, tokens: torch.Tensor, loss_function: LossFunction, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Report]:
+    values = loss_function(output)
+    if len(values) != 3:
+        raise ValueError(
+            f"a loss function must return (sum of losses, number of tokens, report); it returned {len(values)} values"
+        )
+    total, count, report = values
+    tokens += count
+    if not config.calculate_per_token_loss:  # the schedule divides each microbatch by its own number
+        total, count = total / count.clamp(min=1), torch.ones_like(count)
+    return total, count.to(torch.int32), report
 
 
 def reduce_reports(

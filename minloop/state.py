@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from minloop.data_parallel import bind_hooks
+from minloop.moe import AuxiliaryLosses, mend_experts
 
 
 @dataclass
@@ -29,6 +30,7 @@ class TrainState:
         consumed_samples: samples taken from the data, over all data parallel ranks.
         skipped_iterations: steps whose update was skipped for overflow.
         report_names: names of the losses that each forward step used so far reports.
+        auxiliary_losses: what mcore records of the training step under way.
     Raises:
         TypeError: a plain torch optimizer, which would never change a weight.
         RuntimeError: the hooks are bound already.
@@ -45,6 +47,7 @@ class TrainState:
     report_names: WeakKeyDictionary[Callable[..., Any], list[str]] = field(
         default_factory=WeakKeyDictionary[Callable[..., Any], list[str]], repr=False
     )
+    auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses, repr=False)
 
     def __post_init__(self) -> None:
         optimizer: Any = self.optimizer  # most callers check no types
@@ -55,3 +58,4 @@ class TrainState:
             )
         bind_hooks(self.chunks, self.optimizer)
         self.config = get_model_config(self.chunks[0])
+        mend_experts(self.chunks, self.groups)

@@ -13,7 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from minloop.data import Batch, check_token_ids, slice_batch_for_context_parallel, to_device
 from minloop.data_parallel import gathered_parameters
-from minloop.losses import LossFunction, Report, reduce_reports, token_loss
+from minloop.losses import LossFunction, Report, exact_token_count, reduce_reports, token_loss
 from minloop.microbatches import Microbatches
 from minloop.state import TrainState
 
@@ -26,7 +26,9 @@ class StepMetrics:
 
     Attributes:
         loss: 0-d float64 tensor, the first of `losses`.
-        losses: name → 0-d float64 tensor, each the mean over the global batch's tokens (loss mask respected).
+        losses: name → 0-d float64 tensor: first what the forward step reports, each the mean over the global batch's
+            tokens (loss mask respected); then, of training steps, the losses of routers and of multi-token prediction,
+            see `minloop.moe.AuxiliaryLosses`.
         num_tokens: 0-d float64 tensor, tokens with loss in the global batch.
         grad_norm: 0-d float64 tensor, 2-norm of the whole gradient before clipping; None when the step was skipped,
             clipping is off or in evaluation.
@@ -50,14 +52,17 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     """Run one microbatch through one chunk of a GPT; returns its output and the loss function for it.
 
     The batch holds full sequences, [b, s]; the part of this context parallel rank is cut here. Intermediate pipeline
-    stages read the batch too, so that every rank's data advances alike, but move nothing to their device.
+    stages read the batch too, so that every rank's data advances alike, but move nothing to their device (with
+    ``position_embedding_type="mrope"`` the positions, [b, 3, s], or [b, s] of text).
 
     Raises:
         ValueError: a token id outside the vocabulary, or a packed batch.
     """
     batch = next(data)
-    if not (model_attribute(model, "pre_process") or model_attribute(model, "post_process")):
-        return model(None, None, None), _no_loss
+    chunk: Any = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if not (chunk.pre_process or chunk.post_process or getattr(chunk, "mtp_process", False)):
+        positions = _mrope_positions(batch) if chunk.position_embedding_type == "mrope" else None
+        return model(None, positions, None), _no_loss
     if missing := {"tokens", "labels", "position_ids", "loss_mask"} - batch.keys():
         raise ValueError(f"the batch lacks {', '.join(sorted(missing))}: see minloop.Batch, or pass a forward_step")
     if "cu_seqlens" in batch:
@@ -66,9 +71,7 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
             "would cross documents; set inter_document_masking=False, or pass a forward_step that hands on "
             "packed_seq_params"
         )
-    check_tokens(batch, model)
-    groups = model_attribute(model, "pg_collection")
-    batch = to_device(slice_batch_for_context_parallel(batch, groups), torch.cuda.current_device())
+    batch = place_batch(batch, model)
     output = model(
         batch["tokens"],
         batch["position_ids"],
@@ -79,14 +82,27 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     return output, partial(token_loss, batch["loss_mask"])
 
 
-def check_tokens(batch: Batch, model: torch.nn.Module) -> None:
-    """Raise ValueError for ids or positions that the model's embeddings do not have."""
+def place_batch(batch: Batch, model: torch.nn.Module) -> Batch:
+    """Check a batch and return this context parallel rank's part of it, on its device, for a GPT."""
     check_token_ids(batch, model_attribute(model, "vocab_size"))
     length, positions = batch["tokens"].shape[1], model_attribute(model, "max_sequence_length")
-    if model_attribute(model, "position_embedding_type") == "learned_absolute" and length > positions:
+    kind = model_attribute(model, "position_embedding_type")
+    if kind == "learned_absolute" and length > positions:
         raise ValueError(
             f"a sequence of {length} tokens, but max_sequence_length is {positions}: build the model for more"
         )
+    whole = {"position_ids": _mrope_positions(batch)} if kind == "mrope" else {}
+    batch = {name: value for name, value in batch.items() if name not in whole}
+    batch = slice_batch_for_context_parallel(batch, model_attribute(model, "pg_collection"))
+    return to_device(batch, torch.cuda.current_device()) | whole
+
+
+def _mrope_positions(batch: Batch) -> torch.Tensor:
+    """[b, s] or [b, 3, s] → [3, b, s] of the full sequence: mRoPE cuts the part of a context parallel rank itself."""
+    positions = batch["position_ids"]
+    if positions.dim() == 2:  # text: time, height and width are one
+        positions = positions.unsqueeze(1).expand(-1, 3, -1)
+    return positions.transpose(0, 1).to(torch.cuda.current_device(), non_blocking=True)
 
 
 def model_attribute(model: torch.nn.Module, name: str) -> Any:
@@ -114,7 +130,7 @@ def train_step(
         data: a `Loader` or any iterator of batches; the next `num_microbatches` are taken.
         num_microbatches: per data parallel rank, see `minloop.num_microbatches`.
         forward_step: called as ``forward_step(data_iterator, model)``, returns the model's output and a function of it
-            that returns (sum of losses, number of tokens as an int tensor, {name: [sum, count]}), as `token_loss` does.
+            that returns (sum of losses, number of tokens, {name: [sum, count]}), as `token_loss` does.
         micro_batch_size: samples of a microbatch; read off the first batch unless given, as is `seq_length`, the tokens
             of a full sequence.
     Raises:
@@ -125,17 +141,15 @@ def train_step(
     """
     _require_iterator(data)
     learning_rate = state.optimizer.param_groups[0]["lr"]
-    for chunk in state.chunks:
-        if not chunk.training:
-            chunk.train()
-        chunk.zero_grad_buffer()
-    state.optimizer.zero_grad()
+    _begin_step(state)
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
-    reports = forward_backward(state, batches, forward_step, forward_only=False)
+    with state.auxiliary_losses.recording():
+        reports = forward_backward(state, batches, forward_step, forward_only=False)
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
     outcome: Any = state.optimizer.step()
     updated, grad_norm, _ = outcome
     losses, tokens = reduce_reports(state, reports, forward_step)
+    losses |= state.auxiliary_losses.reduce(state.config, state.groups, num_microbatches)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
     state.iteration += 1
     state.consumed_samples += num_samples
@@ -154,6 +168,14 @@ def train_step(
         loss_scale=loss_scale,
         skipped=not updated,
     )
+
+
+def _begin_step(state: TrainState) -> None:
+    for chunk in state.chunks:
+        if not chunk.training:
+            chunk.train()
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
 
 
 def _require_iterator(data: Any) -> None:
@@ -175,7 +197,8 @@ def eval_step(
 ) -> StepMetrics:
     """Compute the losses of the next `num_microbatches` microbatches with the weights as they are; changes nothing.
 
-    Arguments and errors are those of `train_step`. Dropout is off, and no random stream is drawn from.
+    Arguments and errors are those of `train_step`. Dropout is off, and no random stream is drawn from. mcore computes
+    the losses of routers and of multi-token prediction in training only.
     """
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
     with evaluating(state), torch.no_grad():
@@ -212,14 +235,15 @@ def forward_backward(
         )
     iterators = batches.iterators(len(state.chunks))
     schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=vpp)
-    return schedule(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=state.chunks if len(state.chunks) > 1 else state.chunks[0],
-        num_microbatches=batches.count,
-        seq_length=batches.seq_length,
-        micro_batch_size=batches.micro_batch_size,
-        forward_only=forward_only,
-        p2p_communicator=P2PCommunicator(groups.pp, config) if pp > 1 else None,
-        pg_collection=groups,
-    )
+    with exact_token_count(config, forward_step) as counting_step:
+        return schedule(
+            forward_step_func=counting_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=state.chunks if len(state.chunks) > 1 else state.chunks[0],
+            num_microbatches=batches.count,
+            seq_length=batches.seq_length,
+            micro_batch_size=batches.micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=P2PCommunicator(groups.pp, config) if pp > 1 else None,
+            pg_collection=groups,
+        )

@@ -238,6 +238,18 @@ def test_experts_reshard_with_their_optimizer(tmp_path: Path, ddp: dict[str, Any
     assert not differing
 
 
+@pytest.mark.parametrize("kind", [{"ddp": SHARDED}, {"bf16": True}, {}], ids=["ZeRO-1", "bf16", "fp32"])
+def test_a_stage_may_have_no_experts(tmp_path: Path, kind: dict[str, Any]) -> None:
+    whole = MOE | kind | {"moe_layer_freq": [0, 1]}
+    split = whole | {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    straight = run_ranks(4, run, str(tmp_path / "straight"), split, 5, load=False, save=False)[0]
+    first = run_ranks(4, run, str(tmp_path / "split"), split, 3, load=False, save=True)[0]
+    second = run_ranks(4, run, str(tmp_path / "split"), split, 2, load=True, save=False)[0]
+    assert first + second == straight
+    elsewhere = run_ranks(1, run, str(tmp_path / "split"), whole, 2, load=True, save=False)[0]
+    assert elsewhere[0] == pytest.approx(straight[3], rel=1e-4 if "bf16" in kind else 1e-6)
+
+
 def rates(directory: str, options: dict[str, Any], load: bool) -> list[float]:
     state = small_state(seed=3, **options)
     loader = text_loader(state)

@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_grap
 from megatron.core.transformer import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from minloop.checkpoint.optimizer_state import padding_between_buckets
+from minloop.checkpoint.optimizer_state import agree_on_nothing, mended_distributed_optimizers
+from minloop.messages import without_log_lines
 from minloop.state import TrainState
 
 ARCHITECTURE_FIELDS = (
@@ -111,8 +112,14 @@ def optimizer_state(
 ) -> dict[str, Any]:
     """mcore's sharded state dict of the optimizer, by the parameters in `model`."""
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
-    with padding_between_buckets(state):
-        return state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    with (
+        mended_distributed_optimizers(state),
+        # of an optimizer that has none on this stage
+        without_log_lines("megatron.core.dist_checkpointing.optimizer", "Sharded parameters mapping is empty"),
+    ):
+        content = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    agree_on_nothing(state, content, optimizer_kind(state))
+    return content
 
 
 def rng_state(state: TrainState) -> ShardedObject:

@@ -33,11 +33,14 @@ MASTER_WEIGHT_PREFIX = {
 
 
 def parts(state: TrainState, content: dict[Any, Any]) -> Iterator[tuple[MegatronOptimizer, dict[Any, Any]]]:
-    """Each optimizer that mcore chained (dense and expert parameters have one each) with its part of the content."""
+    """Each optimizer that mcore chained (dense and expert parameters have one each) with its part of the content.
+
+    The part of an optimizer that has no parameters on this stage may be empty.
+    """
     chained: list[Any] = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
     for index, optimizer in enumerate(chained):
         if not getattr(optimizer, "is_stub_optimizer", False):
-            yield optimizer, content if len(chained) == 1 else content[index]
+            yield optimizer, content if len(chained) == 1 else content.get(index, {})
 
 
 def adapt_template(template: dict[Any, Any], state: TrainState, kind: str, saved_kind: str) -> None:
@@ -76,21 +79,60 @@ def adapt_weights(template: dict[Any, Any], kind: str, saved_kind: str) -> None:
 
 
 @contextlib.contextmanager
-def padding_between_buckets(state: TrainState) -> Generator[None]:
-    """While inside, mcore's distributed optimizers hand out their state with the padding between buckets put back.
+def mended_distributed_optimizers(state: TrainState) -> Generator[None]:
+    """While inside, mcore's distributed optimizers hand out all of their state, each part under its own parameter.
 
-    mcore 0.19 leaves it out (`get_parameter_state_dp_zero`), but then cuts parameters out by their places in the padded
-    buffer (`sharded_param_state_fully_reshardable`): after the first padded bucket every saved moment and master weight
-    would be another's.
+    mcore 0.19 leaves out the padding between buckets (`get_parameter_state_dp_zero`), but then cuts parameters out by
+    their places in the padded buffer (`sharded_param_state_fully_reshardable`): after the first padded bucket every
+    saved moment and master weight would be another's. Here it is put back. And of an optimizer without parameters on
+    this rank (a pipeline stage without experts), mcore's `state_dict` asserts that torch's Adam knows its step.
     """
     with contextlib.ExitStack() as undo:
         for optimizer in inner_optimizers(state.optimizer):
-            if isinstance(optimizer, DistributedOptimizer):
-                undo.callback(vars(optimizer).pop, "get_parameter_state_dp_zero")
-                vars(optimizer)["get_parameter_state_dp_zero"] = functools.partial(
+            if not isinstance(optimizer, DistributedOptimizer):
+                continue
+            mended: dict[str, Callable[..., Any]] = {
+                "get_parameter_state_dp_zero": functools.partial(
                     _padded_state, optimizer, optimizer.get_parameter_state_dp_zero
                 )
+            }
+            if is_torch_adam(optimizer.optimizer) and not optimizer.optimizer.state:
+                mended["state_dict"] = functools.partial(_settings, optimizer, adam_step(state))
+            for name, method in mended.items():
+                undo.callback(vars(optimizer).pop, name)
+                vars(optimizer)[name] = method
         yield
+
+
+def adam_step(state: TrainState) -> float:
+    """Steps that torch's Adam has taken, by any parameter of this rank; 0.0 if there is none, or another optimizer."""
+    for optimizer in inner_optimizers(state.optimizer):
+        for parameter_state in optimizer.optimizer.state.values():
+            return float(parameter_state.get("step", 0.0))
+    return 0.0
+
+
+def agree_on_nothing(state: TrainState, content: dict[Any, Any], kind: str) -> None:
+    """Keep, of optimizers without parameters on this stage, only what others save beside their tensors; in place.
+
+    mcore stores it once, from the first rank, whose empty lists and missing steps would stand for all ranks.
+    """
+    for optimizer, part in parts(state, content):
+        if not any(group["params"] for group in optimizer.param_groups) and is_torch_adam(optimizer.optimizer):
+            if kind != "distributed":
+                settings = part["optimizer"] if kind == "float16" else part
+                settings.setdefault("state", {})["common_step"] = torch.tensor(adam_step(state))
+            part.pop("fp32_from_fp16_params", None)
+            if not part.get("param_state"):
+                part.pop("param_state", None)
+
+
+def _settings(optimizer: DistributedOptimizer, step: float) -> dict[str, Any]:
+    """What mcore's distributed optimizer saves beside tensors."""
+    groups = _own_settings(optimizer.optimizer, step, "distributed")
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    scaler = {"grad_scaler": optimizer.grad_scaler.state_dict()} if optimizer.grad_scaler else {}
+    return {"optimizer": {"param_groups": settings}} | scaler
 
 
 def _padded_state(optimizer: DistributedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,9 +184,12 @@ def load_optimizer(state: TrainState, loaded: dict[Any, Any], saved: Any, kind: 
     progress = saved_progress(saved)
     scaler = {key: value for key, value in progress.items() if key == "grad_scaler"}
     for optimizer, part in parts(state, loaded):
+        if kind != "distributed" and not any(group["params"] for group in optimizer.param_groups):
+            continue
         groups = _own_settings(optimizer.optimizer, progress["step"], kind)
         if kind == "distributed":
-            _load_distributed(cast(DistributedOptimizer, optimizer), part["param_state"], groups, scaler, saved_kind)
+            tensors = part.get("param_state", {})
+            _load_distributed(cast(DistributedOptimizer, optimizer), tensors, groups, scaler, saved_kind)
             continue
         inner: dict[str, Any] = {
             "state": (part["optimizer"] if kind == "float16" else part).get("state", {}),
