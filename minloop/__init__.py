@@ -28,18 +28,33 @@ with light_mcore_import():
     )
     from minloop.data_parallel import gathered_parameters, wrap_ddp
     from minloop.distributed import init_distributed, is_first_rank, seed_ranks, shutdown_distributed
+    from minloop.hybrid import build_hybrid_model, hybrid_provider
     from minloop.inference import forward_logits
     from minloop.losses import token_loss
     from minloop.metrics import log_line
     from minloop.model import ModelProvider, build_gpt_model, build_model, gpt_provider
+    from minloop.moe import expert_load
     from minloop.optimizer import build_optimizer, build_scheduler
+    from minloop.sameness import (
+        Difference,
+        LayoutRecord,
+        check_replicas,
+        compare_layouts,
+        compare_records,
+        first_difference,
+        full_gradients,
+        full_weights,
+        record_layout,
+    )
     from minloop.state import TrainState
     from minloop.step import StepMetrics, eval_step, gpt_forward_step, train_step
 
 __all__ = [
     "Batch",
+    "Difference",
     "DistributedDataParallelConfig",
     "GPTDatasetConfig",
+    "LayoutRecord",
     "Loader",
     "MLATransformerConfig",
     "ModelProvider",
@@ -54,24 +69,34 @@ __all__ = [
     "build_ddp_config",
     "build_gpt_datasets",
     "build_gpt_model",
+    "build_hybrid_model",
     "build_loader",
     "build_mock_loader",
     "build_model",
     "build_optimizer",
     "build_optimizer_config",
     "build_scheduler",
+    "check_replicas",
+    "compare_layouts",
+    "compare_records",
     "cpu_backend",
     "eval_step",
+    "expert_load",
+    "first_difference",
     "forward_logits",
+    "full_gradients",
+    "full_weights",
     "gathered_parameters",
     "gpt_forward_step",
     "gpt_provider",
+    "hybrid_provider",
     "init_distributed",
     "is_first_rank",
     "latest_checkpoint",
     "load_checkpoint",
     "log_line",
     "num_microbatches",
+    "record_layout",
     "replace_layout",
     "save_checkpoint",
     "seed_ranks",

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,17 +57,21 @@ def small_state(
     optimizer: dict[str, Any] | None = None,
     gpt: dict[str, Any] | None = None,
     scheduler: dict[str, Any] | None = None,
+    config: minloop.TransformerConfig | None = None,
+    init: dict[str, Any] | None = None,
+    build: Callable[..., Any] = minloop.build_gpt_model,
     **fields: Any,
 ) -> minloop.TrainState:
-    """Initialise the groups and build a training state; `fields` go to the `TransformerConfig`."""
-    config = small_config(**fields)
+    """Initialise the groups and build a training state.
+
+    `fields` go to the `TransformerConfig`, `ddp`, `optimizer` and `scheduler` to their configs, `init` to
+    `init_distributed`, and `gpt` to `build`, which makes the model.
+    """
+    config = config or small_config(**fields)
     ddp_config = minloop.build_ddp_config(config, **(ddp or {}))
-    groups = minloop.init_distributed(
-        config, seed=seed, num_distributed_optimizer_instances=ddp_config.num_distributed_optimizer_instances
-    )
-    chunks = minloop.build_gpt_model(
-        config, groups, vocab_size=VOCAB_SIZE, max_sequence_length=SEQUENCE_LENGTH, **(gpt or {})
-    )
+    instances = ddp_config.num_distributed_optimizer_instances
+    groups = minloop.init_distributed(config, seed=seed, num_distributed_optimizer_instances=instances, **(init or {}))
+    chunks = build(config, groups, vocab_size=VOCAB_SIZE, max_sequence_length=SEQUENCE_LENGTH, **(gpt or {}))
     chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
     optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=lr, **(optimizer or {}))
     built = minloop.build_optimizer(chunks, optimizer_config, groups)

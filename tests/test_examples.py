@@ -71,3 +71,14 @@ def test_resharding_example_agrees(tmp_path: Path) -> None:
     losses = run_ranks(4, call_main, "reshard", {"train_iters": 2, "directory": str(tmp_path)})[0]
     assert len(losses) == 5
     assert max(losses.values()) - min(losses.values()) < 1e-5
+
+
+def test_layouts_example_compares(tmp_path: Path) -> None:
+    output = torchrun(2, ROOT / "examples" / "compare_layouts.py", tmp_path)
+    assert "58 outputs, losses and gradients compared" in output
+    assert "the layouts train the same model" in output
+
+
+def test_layouts_example_names_the_first_difference() -> None:
+    first = run_ranks(2, call_main, "compare_layouts", {"tolerance": 1e-9})[0]
+    assert first.what == "output of decoder layer 1"

@@ -1,0 +1,152 @@
+"""Does every layout that two GPUs allow train alike, in bf16, with Transformer Engine's layers?
+
+    CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/sameness_gpu.py      writes results/sameness_gpu.json
+
+bf16 rounds every activation, so that no two layouts agree to the last digit. What can be asked is that a layout differs
+from one GPU no more than one GPU differs from itself when its initial weights are rounded otherwise. That spread is
+measured first: three more runs on one GPU, each with about half of the weights moved to a neighbouring bf16 number.
+Compared are the losses and gradient norms of 20 Adam steps on the same global batches, relative.
+"""
+
+import json
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from ranks import run_ranks  # noqa: E402  (the tests are no package)
+from sameness_cases import LLAMA, SP, ZERO1, layout  # noqa: E402
+from small import small_state, text_loader, train  # noqa: E402
+
+import minloop  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "sameness_gpu.json"
+STEPS, SEEDS = 20, (1, 2, 3)
+MODEL = {
+    "bf16": True,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
+    "num_attention_heads": 8,
+    "init_method_std": 0.05,
+    "lr": 1e-3,
+}
+MOE = LLAMA | {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 256,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+}
+ARCHITECTURES = {
+    "GPT-2": {},
+    "Llama": LLAMA,
+    "MoE, alltoall, grouped GEMM": MOE | {"moe_token_dispatcher_type": "alltoall"},
+    "MoE, allgather, grouped GEMM": MOE | {"moe_token_dispatcher_type": "allgather"},
+    "GPT-2, tied": {"gpt": {"share_embeddings_and_output_weights": True}},
+}
+LAYOUTS = {
+    "TP2": layout(2, tp=2),
+    "TP2+SP": layout(2, tp=2, **SP),
+    "PP2": layout(2, pp=2),
+    "PP2 VPP2": layout(2, pp=2, vpp=2),
+    "CP2 p2p": layout(2, cp=2, cp_comm_type="p2p"),
+    "CP2 a2a": layout(2, cp=2, cp_comm_type="a2a"),
+    "CP2 all_gather": layout(2, cp=2, cp_comm_type="all_gather"),
+    "EP2": layout(2, ep=2),
+    "TP2+SP, ETP1, EP2": layout(2, tp=2, ep=2, expert_tensor_parallel_size=1, **SP),
+    "DP2": layout(2),
+    "DP2 ZeRO-1, both overlaps": layout(2, ddp=ZERO1),
+}
+
+
+def run(directory, options, *, first=False, rounding_seed=None):
+    """(loss, gradient norm) of each step, from the weights in `directory`, which the first run writes."""
+    state = small_state(seed=1 if first else 99, **(MODEL | options))
+    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    if rounding_seed is not None:
+        generator = torch.Generator("cuda").manual_seed(rounding_seed)
+        for chunk in state.chunks:
+            for parameter in chunk.parameters():
+                random = torch.rand(parameter.shape, generator=generator, device=parameter.device)
+                parameter.data.copy_(parameter.data.float() * (1 + (random - 0.5) * 2**-7))
+        state.optimizer.reload_model_params()
+    history = train(state, text_loader(state), STEPS)
+    minloop.check_replicas(state)
+    minloop.shutdown_distributed()
+    return history
+
+
+def references(directory):
+    """Architecture → its run on one GPU, and those with weights rounded otherwise."""
+    runs = {}
+    for index, (name, options) in enumerate(ARCHITECTURES.items()):
+        folder = f"{directory}/{index}"
+        straight = run(folder, options, first=True)
+        runs[name] = straight, [run(folder, options, rounding_seed=seed) for seed in SEEDS]
+    return runs
+
+
+def row(directory, options):
+    """Architecture → its run in one layout, or why it is refused."""
+    results = {}
+    for index, (name, architecture) in enumerate(ARCHITECTURES.items()):
+        try:
+            results[name] = run(f"{directory}/{index}", architecture | options)
+        except (ValueError, AssertionError, NotImplementedError) as error:
+            minloop.shutdown_distributed()
+            results[name] = str(error)
+    return results
+
+
+def worst(history, reference):
+    """The worst relative difference of losses, and of gradient norms."""
+    pairs = list(zip(history, reference, strict=True))
+    return {
+        name: max(abs(a[position] - b[position]) / abs(b[position]) for a, b in pairs)
+        for position, name in enumerate(("loss", "grad_norm"))
+    }
+
+
+def main():
+    with tempfile.TemporaryDirectory() as directory:
+        (reference,) = run_ranks(1, references, directory, timeout=500)
+        spread = {
+            name: {key: max(worst(other, straight)[key] for other in others) for key in ("loss", "grad_norm")}
+            for name, (straight, others) in reference.items()
+        }
+        cells = []
+        for name, (ranks, options) in LAYOUTS.items():
+            results = run_ranks(ranks, row, directory, options, timeout=300)[0]
+            for architecture, result in results.items():
+                cell = {"layout": name, "architecture": architecture, "ranks": ranks}
+                if isinstance(result, str):
+                    cells.append(cell | {"refused": result})
+                else:
+                    difference = worst(result, reference[architecture][0])
+                    within = all(difference[key] <= spread[architecture][key] for key in difference)
+                    cells.append(cell | difference | {"within_spread": within})
+                print(cells[-1], flush=True)
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformer_engine": metadata.version("transformer_engine"),
+        "megatron_core": metadata.version("megatron-core"),
+        "steps": STEPS,
+        "losses_on_one_gpu": {name: [loss for loss, _ in straight] for name, (straight, _) in reference.items()},
+        "spread_on_one_gpu": spread,
+        "cells": cells,
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(spread, indent=1))
+    print(f"{sum(cell.get('within_spread', True) for cell in cells)} of {len(cells)} within the spread")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Do two layouts train the same model? Their first step compared, layer by layer and gradient by gradient."""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+
+from minloop.checkpoint import load_checkpoint, save_checkpoint
+from minloop.data import Batch, num_microbatches
+from minloop.distributed import shutdown_distributed
+from minloop.sameness.record import LayoutRecord, record_layout
+from minloop.state import TrainState
+from minloop.step import ForwardStep, gpt_forward_step
+
+TINY = 1e-30
+_PARTIAL = "with sequence_parallel finalize_model_grads sums it over tensor parallel ranks"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two layouts are apart in one thing.
+
+    Attributes:
+        what: for instance "output of decoder layer 2" or "gradient of decoder.final_layernorm.weight".
+        relative: largest absolute difference over the reference's largest absolute value.
+        hint: what usually causes it.
+    """
+
+    what: str
+    relative: float
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.relative:.1e}" + (f" ({self.hint})" if self.hint else "")
+
+
+def compare_records(reference: LayoutRecord, other: LayoutRecord) -> list[Difference]:
+    """How far `other` is from `reference`, in the order of computation: samples, outputs, losses, gradients."""
+    if reference.samples != other.samples:
+        twice = [count for count in other.samples.values() if count > 1]
+        hint = f"{len(twice)} samples were read by several data parallel ranks" if twice else "other samples were read"
+        return [Difference("samples", 1.0, f"the layouts did not see the same global batch: {hint}")]
+    differences = [
+        Difference(f"output of {name}", relative_difference(other.outputs.get(name), value))
+        for name, value in reference.outputs.items()
+    ]
+    for name, loss in reference.losses.items():
+        relative = abs(other.losses.get(name, torch.nan) - loss) / max(abs(loss), TINY)
+        differences.append(Difference(name, relative))
+    for name in sorted(reference.gradients, key=_forward_order):
+        relative = relative_difference(other.gradients.get(name), reference.gradients[name])
+        partial = re.sub(r"\[.*", "", name) in other.sequence_parallel
+        differences.append(Difference(f"gradient of {name}", relative, _PARTIAL if partial else ""))
+    return differences
+
+
+def first_difference(differences: Sequence[Difference], tolerance: float) -> Difference | None:
+    """The first that is above `tolerance`, in the order of computation; NaN is above all."""
+    return next((difference for difference in differences if not difference.relative <= tolerance), None)
+
+
+def compare_layouts[Config: TransformerConfig](
+    build: Callable[[Config], TrainState],
+    reference: Config,
+    other: Config,
+    data: Callable[[TrainState], Iterator[Batch]],
+    *,
+    global_batch_size: int,
+    micro_batch_size: int,
+    forward_step: ForwardStep = gpt_forward_step,
+    directory: str | None = None,
+) -> list[Difference]:
+    """Compare what two layouts make of the same weights and the same global batch, on the ranks there are.
+
+    The model is built in layout `reference` and saved, then rebuilt in layout `other` and loaded: what differs beyond
+    rounding (some 1e-6 in fp32) is wrong in one of them, and `first_difference` is where to look. Both layouts must fit
+    the number of ranks; what a layout does not use is data parallel.
+
+    Args:
+        build: makes a training state of a config, from `init_distributed` on; groups are destroyed in between.
+        reference: for instance ``replace_layout(config, tensor_model_parallel_size=1)``.
+        other: another layout of the same model.
+        data: makes an iterator of a state's batches.
+        directory: where to write a checkpoint, on a file system that all ranks share; by default a temporary one.
+    Returns:
+        On every rank all differences in the order of computation, small and large.
+    """
+    with tempfile.TemporaryDirectory() as own:
+        state = build(reference)
+        folder: list[Any] = [directory or own]
+        for group in (state.groups.pp, state.groups.tp_dp_cp):
+            dist.broadcast_object_list(folder, src=dist.get_process_group_ranks(group)[0], group=group)
+        records: list[LayoutRecord] = []
+        for config in (reference, other):
+            if config is reference:
+                save_checkpoint(folder[0], state)
+            else:
+                state = build(config)
+                load_checkpoint(folder[0], state)
+            count = num_microbatches(global_batch_size, micro_batch_size, state.groups)
+            records.append(record_layout(state, data(state), num_microbatches=count, forward_step=forward_step))
+            result: list[Any] = [compare_records(*records) if len(records) == 2 else []]
+            for group in (state.groups.pp, state.groups.tp_dp_cp):
+                dist.broadcast_object_list(result, src=dist.get_process_group_ranks(group)[0], group=group)
+            shutdown_distributed()
+    return result[0]
+
+
+def _forward_order(name: str) -> tuple[bool, bool, int, str]:
+    number = re.search(r"\[(\d+)\]|\.(\d+)\.", name)
+    layer = int(next(n for n in number.groups() if n is not None)) if number else -1
+    return (name.startswith("output_layer"), name.startswith("decoder.final"), layer, name)
+
+
+def relative_difference(value: torch.Tensor | None, reference: torch.Tensor) -> float:
+    """The largest absolute difference of any element over the reference's largest; infinite for another shape."""
+    if value is None or value.shape != reference.shape:
+        return torch.inf
+    scale = max(reference.abs().max().item(), TINY)
+    return (value.double() - reference.double()).abs().max().item() / scale

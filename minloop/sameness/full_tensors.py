@@ -1,0 +1,97 @@
+"""Weights and gradients in their full shapes, under names that no layout changes: by them two layouts are compared."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from minloop.checkpoint.content import model_state, save_metadata
+from minloop.data_parallel import gathered_parameters
+from minloop.state import TrainState
+
+ValueOf = Callable[[torch.nn.Parameter], torch.Tensor | None]
+
+
+def full_weights(state: TrainState) -> dict[str, torch.Tensor]:
+    """Gather every weight to the first rank, on the CPU, in its full shape; other ranks get an empty dict.
+
+    A name is the checkpoint's, with the layer (from 0) and the expert after it where the checkpoint stacks them:
+    ``decoder.layers.mlp.linear_fc1.weight[3]``. Meant for small models and tests: it holds the whole model at once.
+    """
+    with gathered_parameters(state.chunks):
+        return _gather(state, lambda parameter: parameter)
+
+
+def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
+    """Gather every trainable weight's gradient as `full_weights` does; call it between the backward pass and the step.
+
+    With the distributed optimizer a rank holds the sum of its own shard only: the gradient buffers are completed in
+    place, from the ranks that hold the rest.
+    """
+    for chunk in state.chunks:
+        if chunk.ddp_config.use_distributed_optimizer:
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group: Any = bucket_group.intra_distributed_optimizer_instance_group
+                for bucket in bucket_group.buckets:
+                    shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    return _gather(state, lambda parameter: getattr(parameter, "main_grad", None))
+
+
+def gather_objects[T](value: T, groups: ProcessGroupCollection) -> list[T]:
+    """Gather a value from every rank to the first, in no promised order; other ranks get a list without meaning."""
+    values = [value]
+    for group in (groups.tp_dp_cp, groups.pp):
+        received: list[Any] = [None] * group.size()
+        first = dist.get_process_group_ranks(group)[0]
+        dist.gather_object(values, received if dist.get_rank() == first else None, dst=first, group=group)
+        values = [value for part in received if part is not None for value in part]
+    return values
+
+
+def sharded_parameters(state: TrainState) -> Iterator[tuple[ShardedTensor | ShardedTensorFactory, torch.nn.Parameter]]:
+    """This rank's parameters, each with its place in the whole model."""
+    for leaf in nested_values(model_state(state, save_metadata(state))):
+        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and isinstance(leaf.data, torch.nn.Parameter):
+            yield leaf, leaf.data
+
+
+def _gather(state: TrainState, value_of: ValueOf) -> dict[str, torch.Tensor]:
+    full: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
+    for parts in gather_objects(list(_local_parts(state, value_of)), state.groups):
+        for name, shape, place, value in parts:
+            full.setdefault(name, value.new_zeros(shape))[place] = value
+            missing[name] = missing.get(name, full[name].numel()) - value.numel()
+    if dist.get_rank() == 0 and (wrong := [name for name, count in missing.items() if count]):
+        raise RuntimeError(f"the ranks' shares of {wrong[0]} do not make up the whole: its sharded_state_dict is wrong")
+    return full
+
+
+def _local_parts(
+    state: TrainState, value_of: ValueOf
+) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...], torch.Tensor]]:
+    """(name, full shape, place in it, value) of what this rank holds first among its replicas."""
+    for leaf, parameter in sharded_parameters(state):
+        value = value_of(parameter)
+        if value is None:
+            continue
+        leaf = dataclasses.replace(leaf, data=value.detach())
+        built: Any = nested_values(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        for tensor in built:
+            if is_main_replica(tensor.replica_id):
+                yield _place(tensor)
+
+
+def _place(tensor: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[slice, ...], torch.Tensor]:
+    index: Any = tensor.global_slice()
+    stacked = tensor.prepend_axis_num
+    name = tensor.key + "".join(f"[{number}]" for number in index[:stacked])
+    assert tensor.data is not None
+    value = tensor.data.float() if tensor.data.dtype in (torch.bfloat16, torch.float16) else tensor.data
+    return name, tuple(tensor.global_shape[stacked:]), tuple(index[stacked:]), value.cpu()

@@ -1,0 +1,149 @@
+"""What one layout makes of one global batch: the output of every layer and the gradient of every weight."""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from minloop.checkpoint.content import unwrapped_models
+from minloop.data import Batch
+from minloop.layers.context_parallel import gather_sequence
+from minloop.losses import reduce_reports
+from minloop.microbatches import Microbatches
+from minloop.sameness.full_tensors import full_gradients, gather_objects, sharded_parameters
+from minloop.state import TrainState
+from minloop.step import ForwardStep, evaluating, forward_backward, gpt_forward_step
+
+
+@dataclass
+class LayoutRecord:
+    """What one layout makes of one global batch; full on the first rank, empty on others. `torch.save` takes it.
+
+    Attributes:
+        samples: sample → how many data parallel ranks read it; a sample is named by a digest of its tokens.
+        outputs: layer → its output [samples, s, h], float32, samples in the order of their names, dropout off; last,
+            "token losses" [samples, s].
+        losses: name → mean over the tokens of the global batch.
+        gradients: weight → its gradient in full shape, see `full_gradients`.
+        sequence_parallel: the weights that tensor parallel ranks hold in common but see parts of the sequence with.
+    """
+
+    samples: Counter[str] = field(default_factory=Counter[str])
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    losses: dict[str, float] = field(default_factory=dict[str, float])
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    sequence_parallel: set[str] = field(default_factory=set[str])
+
+
+def record_layout(
+    state: TrainState,
+    data: Iterator[Batch],
+    *,
+    num_microbatches: int,
+    forward_step: ForwardStep = gpt_forward_step,
+) -> LayoutRecord:
+    """Run the next `num_microbatches` microbatches forward, then forward and backward, and gather all they lead to.
+
+    The weights stay as they are; the gradients are left in the buffers, complete. A layer is any module with a
+    `layer_number` in a `ModuleList`, as mcore's are; its output is the first tensor that it returns, [s, b, h].
+    """
+    batches = list(islice(data, num_microbatches))
+    with evaluating(state), torch.no_grad(), _Recorder(state, forward_step) as recorder:
+        _run(state, batches, recorder.forward_step, forward_only=True)
+    for chunk in state.chunks:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    reports = _run(state, batches, forward_step, forward_only=False)
+    losses, _ = reduce_reports(state, reports, forward_step)
+    record = LayoutRecord(gradients=full_gradients(state))
+    rows = [_digest(row) for batch in batches for row in batch["tokens"]]
+    everyones = gather_objects((rows, recorder.outputs, _sequence_parallel_weights(state)), state.groups)
+    if dist.get_rank() == 0:
+        # every model and context parallel rank reads what its data parallel rank reads
+        copies = dist.get_world_size() // state.groups.dp.size()
+        read = Counter(row for theirs, _, _ in everyones for row in theirs)
+        record.samples = Counter({row: count // copies for row, count in read.items()})
+        record.outputs = _join([(theirs, outputs) for theirs, outputs, _ in everyones])
+        record.losses = {name: loss.item() for name, loss in losses.items()}
+        record.sequence_parallel = set().union(*(names for _, _, names in everyones))
+    return record
+
+
+class _Recorder:
+    """Collects the outputs of this rank's layers, each gathered over the sequence, microbatch by microbatch."""
+
+    def __init__(self, state: TrainState, forward_step: ForwardStep) -> None:
+        self.state, self._forward_step = state, forward_step
+        self.outputs: dict[str, list[torch.Tensor]] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "_Recorder":
+        for model in unwrapped_models(self.state):
+            for path, module in model.named_modules():
+                place = re.fullmatch(r"(?:(.*)\.)?layers\.\d+", path)
+                if place and hasattr(module, "layer_number"):
+                    name = f"{place[1] or 'model'} layer {module.layer_number}"
+                    self._hooks.append(module.register_forward_hook(self._layer_hook(name)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _layer_hook(self, name: str) -> Any:
+        def hook(module: Any, arguments: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            if self.state.config.sequence_parallel:
+                output = gather_from_sequence_parallel_region(output, group=self.state.groups.tp)
+            self._keep(name, output)
+
+        return hook
+
+    def forward_step(self, data: Iterator[Any], model: torch.nn.Module) -> Any:
+        output, loss_function = self._forward_step(data, model)
+
+        def recording_loss(tensor: torch.Tensor) -> Any:
+            if tensor.dim() == 2:
+                self._keep("token losses", tensor.transpose(0, 1))
+            return loss_function(tensor)
+
+        return output, recording_loss
+
+    def _keep(self, name: str, output: torch.Tensor) -> None:
+        """[s / cp, b, ...] of this rank → [b, s, ...] on the CPU, once per data parallel rank."""
+        groups = self.state.groups
+        whole = gather_sequence(output, groups.cp) if groups.cp.size() > 1 else output
+        if groups.tp.rank() == 0 and groups.cp.rank() == 0:
+            self.outputs.setdefault(name, []).append(whole.detach().transpose(0, 1).float().cpu())
+
+
+def _run(state: TrainState, batches: list[Batch], forward_step: ForwardStep, *, forward_only: bool) -> Any:
+    return forward_backward(state, Microbatches(iter(batches), len(batches)), forward_step, forward_only=forward_only)
+
+
+def _digest(row: torch.Tensor) -> str:
+    return hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def _sequence_parallel_weights(state: TrainState) -> set[str]:
+    return {leaf.key for leaf, weight in sharded_parameters(state) if getattr(weight, "sequence_parallel", False)}
+
+
+def _join(parts: list[tuple[list[str], dict[str, list[torch.Tensor]]]]) -> dict[str, torch.Tensor]:
+    """Put the ranks' outputs together, samples in the order of their names."""
+    rows: dict[str, dict[str, torch.Tensor]] = {}
+    for samples, outputs in parts:
+        for name, microbatches in outputs.items():
+            rows.setdefault(name, {}).update(zip(samples, torch.cat(microbatches), strict=True))
+    number = {name: int(re.sub(r"\D", "", name) or 10**6) for name in rows}
+    return {
+        name: torch.stack([rows[name][sample] for sample in sorted(rows[name])])
+        for name in sorted(rows, key=lambda name: (not name.startswith("decoder"), number[name]))
+    }

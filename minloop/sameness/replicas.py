@@ -1,0 +1,114 @@
+"""A check that what several ranks hold in common is the same on all of them, bit for bit."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minloop.checkpoint.content import unwrapped_models
+from minloop.data_parallel import gathered_parameters
+from minloop.sameness.full_tensors import gather_objects
+from minloop.state import TrainState
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Weights that the ranks of `group` hold in common, and what is wrong when they do not."""
+
+    name: str
+    group: dist.ProcessGroup
+    weights: Mapping[str, torch.Tensor]
+    cause: str
+
+
+def check_replicas(state: TrainState) -> None:
+    """Check that every weight that ranks hold in common is equal on all of them, bit for bit; call it on every rank.
+
+    Compared are data parallel replicas (context parallel ranks among them, expert data parallel ones for experts), what
+    tensor parallel ranks do not share out, and embeddings tied over pipeline stages. Ranks exchange two checksums per
+    weight; a weight is read once. It waits for the GPU: call it now and then, not at every step.
+
+    Raises:
+        RuntimeError: on every rank, with the first weights that differ, the ranks, and the usual cause.
+    """
+    with gathered_parameters(state.chunks):
+        found = [line for shared in _shared_weights(state) for line in _differences(shared)]
+    lines: list[Any] = [sorted({line for part in gather_objects(found, state.groups) for line in part})]
+    for group in (state.groups.pp, state.groups.tp_dp_cp):
+        dist.broadcast_object_list(lines, src=dist.get_process_group_ranks(group)[0], group=group)
+    if lines[0]:
+        more = f"\n  … and {len(lines[0]) - 8} more" if len(lines[0]) > 8 else ""
+        raise RuntimeError("replicas of the model have come apart:\n  " + "\n  ".join(lines[0][:8]) + more)
+
+
+def _shared_weights(state: TrainState) -> Iterator[_Shared]:
+    groups = state.groups
+    weights = {
+        f"{f'chunk {index}: ' if len(state.chunks) > 1 else ''}{name}": parameter
+        for index, model in enumerate(unwrapped_models(state))
+        for name, parameter in model.named_parameters()
+    }
+    dense = {name: weight for name, weight in weights.items() if getattr(weight, "allreduce", True)}
+    experts = {name: weight for name, weight in weights.items() if name not in dense}
+    unreduced = (
+        "gradients were not summed over these ranks (finalize_model_grads), or weights were not broadcast (wrap_ddp)"
+    )
+    yield _Shared("data and context parallel", groups.dp_cp, dense, unreduced)
+    if experts:
+        yield _Shared("expert data parallel", groups.expt_dp, experts, unreduced)
+    for sequence_parallel, cause in (
+        (True, "with sequence_parallel their gradients must be summed over these ranks (finalize_model_grads)"),
+        (False, "these ranks drew different random numbers where they must draw the same (seeds, dropout's stream)"),
+    ):
+        whole = {
+            name: weight
+            for name, weight in dense.items()
+            if not getattr(weight, "tensor_model_parallel", False)
+            and getattr(weight, "sequence_parallel", False) is sequence_parallel
+        }
+        yield _Shared("tensor parallel", groups.tp, whole, cause)
+    yield from _tied_embeddings(state)
+
+
+def _tied_embeddings(state: TrainState) -> Iterator[_Shared]:
+    """The weight that first and last pipeline stage (and stages with predicted tokens) hold twice."""
+    group: Any = state.groups.embd
+    if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
+        return
+    models: list[Any] = unwrapped_models(state)
+    if not getattr(models[0], "share_embeddings_and_output_weights", False):
+        return
+    for model in models:
+        if model.pre_process or model.post_process:
+            weight = model.shared_embedding_or_output_weight()
+            cause = "gradients of tied embeddings were not summed over the stages (finalize_model_grads)"
+            yield _Shared("embedding", group, {"shared embedding and output weight": weight}, cause)
+            return
+
+
+def _differences(shared: _Shared) -> list[str]:
+    group, ranks = shared.group, dist.get_process_group_ranks(shared.group)
+    if group.size() == 1 or not shared.weights:
+        return []
+    own = torch.stack([_checksums(weight) for weight in shared.weights.values()])
+    everyones = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(everyones, own, group=group)
+    differing: dict[str, list[int]] = {
+        name: [rank for rank, theirs in zip(ranks, everyones, strict=True) if not theirs[row].equal(everyones[0][row])]
+        for row, name in enumerate(shared.weights)
+    }
+    return [
+        f"{name} differs between {shared.name} ranks {ranks[0]} and {', '.join(map(str, others))}: {shared.cause}"
+        for name, others in differing.items()
+        if others
+    ]
+
+
+def _checksums(weight: torch.Tensor) -> torch.Tensor:
+    """Two int64 sums over a tensor's bits, the second of which notices elements that have changed places."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    bits = weight.detach().contiguous().view(integer).flatten().to(torch.int64)
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return torch.stack([bits.sum(), (bits * places).sum()])

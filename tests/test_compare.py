@@ -1,0 +1,201 @@
+"""Comparing layouts: the same is found the same, and a planted fault is found and pointed at."""
+
+import contextlib
+import importlib
+from collections.abc import Generator, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import RankError, run_ranks
+from small import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, small_config, small_state, text_loader, train
+
+import minloop
+import minloop.data_parallel
+
+TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
+SP: dict[str, Any] = TP | {"sequence_parallel": True}
+MOE: dict[str, Any] = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def no_finalisation() -> Generator[None]:
+    with mock.patch.object(minloop.data_parallel, "finalize_model_grads", _nothing):
+        yield
+
+
+@contextlib.contextmanager
+def no_sum_over_sequence_parts() -> Generator[None]:
+    # the package's attribute of that name is the function
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    with mock.patch.object(module, "_allreduce_non_tensor_model_parallel_grads", _nothing):
+        yield
+
+
+def compare(
+    layout: dict[str, Any], fields: dict[str, Any], fault: Any = contextlib.nullcontext
+) -> list[minloop.Difference]:
+    reference = small_config(**fields)
+    other = minloop.replace_layout(reference, **layout)
+
+    def build(config: minloop.TransformerConfig) -> minloop.TrainState:
+        with fault() if config is other else contextlib.nullcontext():
+            return small_state(config=config)
+
+    def data(state: minloop.TrainState) -> Iterator[minloop.Batch]:
+        return text_loader(state)
+
+    with fault() if fault is no_sum_over_sequence_parts else contextlib.nullcontext():
+        return minloop.compare_layouts(
+            build, reference, other, data, global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE
+        )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "fields"),
+    [
+        (2, SP, {}),
+        (4, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {}),
+        (2, {"context_parallel_size": 2}, {}),
+        (4, SP | {"expert_model_parallel_size": 2}, MOE),
+    ],
+    ids=["TP2+SP", "PP2 VPP2", "CP2", "TP2+SP×EP2"],
+)
+def test_layouts_that_are_the_same(ranks: int, layout: dict[str, Any], fields: dict[str, Any]) -> None:
+    results = run_ranks(ranks, compare, layout, fields)
+    assert all(result == results[0] for result in results), "ranks return different comparisons"
+    differences = results[0]
+    assert minloop.first_difference(differences, 1e-6) is None
+    names = [difference.what for difference in differences]
+    assert names[:6] == [*(f"output of decoder layer {n}" for n in (1, 2, 3, 4)), "output of token losses", "lm loss"]
+    assert "gradient of embedding.word_embeddings.weight" in names
+    assert "gradient of decoder.layers.self_attention.linear_proj.weight[3]" in names
+
+
+def test_gradients_that_are_not_finalised() -> None:
+    first = minloop.first_difference(run_ranks(2, compare, SP, {}, no_finalisation)[0], 1e-6)
+    assert first is not None
+    assert first.what.startswith("gradient of embedding")
+
+
+def test_sequence_parts_that_are_not_summed() -> None:
+    differences = run_ranks(2, compare, SP, {}, no_sum_over_sequence_parts)[0]
+    wrong = [difference for difference in differences if not difference.relative <= 1e-6]
+    assert wrong
+    unexplained = [d.what for d in wrong if "with sequence_parallel finalize_model_grads sums it" not in d.hint]
+    assert not unexplained
+    assert "gradient of decoder.final_layernorm.weight" in [difference.what for difference in wrong]
+
+
+def same_data_everywhere() -> list[minloop.Difference]:
+    records: list[minloop.LayoutRecord] = []
+    for faulty in (False, True):
+        state = small_state()
+        first = mock.patch.object(type(state.groups.dp), "rank", return_value=0)
+        with first if faulty else contextlib.nullcontext():
+            loader = text_loader(state)
+        records.append(minloop.record_layout(state, loader, num_microbatches=2))
+        minloop.shutdown_distributed()
+    return minloop.compare_records(*records)
+
+
+def test_data_parallel_ranks_that_read_the_same() -> None:
+    (difference,) = run_ranks(2, same_data_everywhere)[0]
+    assert difference.what == "samples"
+    assert "4 samples were read by several data parallel ranks" in difference.hint
+
+
+def another_weight(layout: dict[str, Any]) -> list[minloop.Difference]:
+    records: list[minloop.LayoutRecord] = []
+    for faulty in (False, True):
+        state = small_state(**layout)
+        if faulty:
+            for name, parameter in state.chunks[0].named_parameters():
+                if "layers.2.mlp.linear_fc1.weight" in name:
+                    parameter.data.mul_(1.001)
+        records.append(minloop.record_layout(state, text_loader(state), num_microbatches=4))
+        minloop.shutdown_distributed()
+    return minloop.compare_records(*records)
+
+
+def test_the_first_layer_that_differs_is_named() -> None:
+    first = minloop.first_difference(run_ranks(2, another_weight, SP)[0], 1e-6)
+    assert first is not None
+    assert first.what == "output of decoder layer 3"
+
+
+def replicas_after_steps(
+    fields: dict[str, Any], fault: Any = contextlib.nullcontext, stream_per_rank: bool = False
+) -> None:
+    with fault():
+        state = small_state(**fields)
+        if stream_per_rank:
+            torch.manual_seed(torch.distributed.get_rank())
+        train(state, text_loader(state), 3)
+    minloop.check_replicas(state)
+    minloop.shutdown_distributed()
+
+
+TIED: dict[str, Any] = {"pipeline_model_parallel_size": 2, "gpt": {"share_embeddings_and_output_weights": True}}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields"),
+    [
+        (2, {}),
+        (2, SP | DROPOUT),
+        (2, TP | DROPOUT),
+        (4, TIED | TP | DROPOUT),
+        (4, {"context_parallel_size": 2, "ddp": {"use_distributed_optimizer": True}} | DROPOUT),
+        (4, MOE | {"expert_model_parallel_size": 2}),
+    ],
+    ids=["DP2", "TP2+SP", "TP2", "TP2×PP2 tied", "CP2×DP2 ZeRO-1", "EP2×EDP2"],
+)
+def test_replicas_stay_together(ranks: int, fields: dict[str, Any]) -> None:
+    run_ranks(ranks, replicas_after_steps, fields)
+
+
+def change_one_element(fields: dict[str, Any], name: str) -> None:
+    state = small_state(**fields)
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        weights = dict(state.chunks[0].named_parameters())
+        (found,) = [weight for key, weight in weights.items() if key.endswith(name)]
+        found.data.view(-1)[0] += 1e-3
+    minloop.check_replicas(state)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields", "name", "message"),
+    [
+        (2, {}, "word_embeddings.weight", "word_embeddings.weight differs between data and context parallel ranks 0 "),
+        (2, TP, "layers.0.mlp.linear_fc2.bias", "differs between tensor parallel ranks 0 and 1.*random numbers"),
+        (2, TIED, "output_layer.weight", "shared embedding and output weight differs between embedding ranks 0 and 1"),
+        (4, MOE | {"expert_model_parallel_size": 2}, "layers.1.mlp.experts.local_experts.0.linear_fc1.weight",
+         "differs between expert data parallel ranks 1 and 3"),
+    ],
+    ids=["DP2", "TP2", "PP2 tied", "EP2×EDP2"],
+)  # fmt: skip
+def test_a_replica_that_differs_in_one_element(ranks: int, fields: dict[str, Any], name: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(ranks, change_one_element, fields, name)
+
+
+def test_gradients_that_are_not_finalised_tear_replicas_apart() -> None:
+    message = "data and context parallel ranks 0 and 1: gradients were not summed"
+    with pytest.raises(RankError, match=message):
+        run_ranks(2, replicas_after_steps, {"ddp": {"overlap_grad_reduce": False}}, no_finalisation)
+
+
+def test_sequence_parts_that_are_not_summed_tear_replicas_apart() -> None:
+    with pytest.raises(RankError, match=r"layernorm.* with sequence_parallel their gradients must be summed"):
+        run_ranks(2, replicas_after_steps, SP, no_sum_over_sequence_parts)
+
+
+def test_a_dropout_stream_of_its_own_per_rank_tears_replicas_apart() -> None:
+    with pytest.raises(RankError, match=r"tensor parallel ranks 0 and 1: these ranks drew different random"):
+        run_ranks(2, replicas_after_steps, TP | DROPOUT, stream_per_rank=True)
