@@ -168,11 +168,10 @@ def _check_pipeline(config: Any) -> None:
 
 
 def _check_context_parallel(config: Any) -> None:
-    if config.context_parallel_size > 1 and config.mtp_num_layers and not config.calculate_per_token_loss:
+    if config.context_parallel_size > 1 and not config.calculate_per_token_loss:
         raise ValueError(
-            f"mtp_num_layers ({config.mtp_num_layers}) with context_parallel_size ({config.context_parallel_size}) "
-            "needs calculate_per_token_loss=True: otherwise mcore averages the loss of predicted tokens over each "
-            "rank's own part of the sequence, which trains another model"
+            f"context_parallel_size ({config.context_parallel_size}) needs calculate_per_token_loss=True: otherwise "
+            "all ranks' parts of a sequence weigh the same, however many of their tokens count: another model"
         )
     cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     if hierarchy and math.prod(hierarchy) != cp:

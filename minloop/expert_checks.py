@@ -54,6 +54,11 @@ def _check_tensor_parallel(config: Any) -> None:
 
 
 def _check_routing(config: Any) -> None:
+    if config.moe_router_topk_limited_devices:
+        raise ValueError(
+            f"moe_router_topk_limited_devices ({config.moe_router_topk_limited_devices}) means another model for every "
+            "expert_model_parallel_size: set moe_router_num_groups and moe_router_group_topk instead"
+        )
     experts, topk = config.num_moe_experts, config.moe_router_topk
     if not 1 <= topk <= experts:
         raise ValueError(f"moe_router_topk ({topk}) must be from 1 to num_moe_experts ({experts})")

@@ -52,8 +52,8 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     """Run one microbatch through one chunk of a GPT; returns its output and the loss function for it.
 
     The batch holds full sequences, [b, s]; the part of this context parallel rank is cut here. Intermediate pipeline
-    stages read the batch too, so that every rank's data advances alike, but move nothing to their device (with
-    ``position_embedding_type="mrope"`` the positions, [b, 3, s], or [b, s] of text).
+    stages read the batch too, so that every rank's data advances alike, but move nothing to their device unless there
+    is an attention mask or ``position_embedding_type="mrope"``, with positions [b, 3, s], or [b, s] of text.
 
     Raises:
         ValueError: a token id outside the vocabulary, or a packed batch.
@@ -61,8 +61,9 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     batch = next(data)
     chunk: Any = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
     if not (chunk.pre_process or chunk.post_process or getattr(chunk, "mtp_process", False)):
-        positions = _mrope_positions(batch) if chunk.position_embedding_type == "mrope" else None
-        return model(None, positions, None), _no_loss
+        needed = "attention_mask" in batch or chunk.position_embedding_type == "mrope"
+        placed = place_batch(batch, model) if needed else {}
+        return model(None, placed.get("position_ids"), placed.get("attention_mask")), _no_loss
     if missing := {"tokens", "labels", "position_ids", "loss_mask"} - batch.keys():
         raise ValueError(f"the batch lacks {', '.join(sorted(missing))}: see minloop.Batch, or pass a forward_step")
     if "cu_seqlens" in batch:

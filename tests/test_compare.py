@@ -44,7 +44,7 @@ def compare(
 
     def build(config: minloop.TransformerConfig) -> minloop.TrainState:
         with fault() if config is other else contextlib.nullcontext():
-            return small_state(config=config)
+            return small_state(config=config, optimizer={"loss_scale": 1024.0 if config.fp16 else None})
 
     def data(state: minloop.TrainState) -> Iterator[minloop.Batch]:
         return text_loader(state)
@@ -107,6 +107,71 @@ def test_data_parallel_ranks_that_read_the_same() -> None:
     (difference,) = run_ranks(2, same_data_everywhere)[0]
     assert difference.what == "samples"
     assert "4 samples were read by several data parallel ranks" in difference.hint
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_layouts_are_compared(precision: str) -> None:
+    assert minloop.first_difference(run_ranks(2, compare, SP, {precision: True})[0], 0.1) is None
+
+
+def test_fp16_gradients_are_gathered_without_their_scale() -> None:
+    one, other = (
+        run_ranks(1, gradients, {"fp16": True, "optimizer": {"loss_scale": scale}})[0] for scale in (16.0, 1024.0)
+    )
+    for name, gradient in one.items():
+        assert (other[name] - gradient).abs().max() <= 0.02 * gradient.abs().max(), name
+
+
+def gradients(fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    record = minloop.record_layout(state := small_state(**fields), text_loader(state), num_microbatches=4)
+    minloop.shutdown_distributed()
+    return record.gradients
+
+
+BIASED: dict[str, Any] = MOE | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+def expert_biases(state: minloop.TrainState) -> list[torch.Tensor]:
+    return [buffer for name, buffer in state.chunks[0].named_buffers() if name.endswith("expert_bias")]
+
+
+def record_with_expert_bias() -> list[float]:
+    state = small_state(**BIASED)
+    minloop.record_layout(state, text_loader(state), num_microbatches=2)
+    moved = [bias.abs().max().item() for bias in expert_biases(state)]
+    expert_biases(state)[0][0] += torch.distributed.get_rank()
+    with pytest.raises(RuntimeError, match=r"layers\.0\.mlp\.router\.expert_bias differs between data and context"):
+        minloop.check_replicas(state)
+    return moved
+
+
+def test_recording_moves_no_expert_bias_and_replicas_of_it_are_checked() -> None:
+    assert run_ranks(2, record_with_expert_bias)[0] == [0.0] * 4
+
+
+def refused_records() -> None:
+    state = small_state()
+    with pytest.raises(RuntimeError, match="it held 1 of 4 microbatches"):
+        minloop.record_layout(state, iter([next(text_loader(state))]), num_microbatches=4)
+    minloop.shutdown_distributed()
+    state = small_state(hidden_dropout=0.1)
+    with pytest.raises(ValueError, match=r"hidden_dropout is 0\.1 and attention_dropout 0\.0"):
+        minloop.record_layout(state, text_loader(state), num_microbatches=4)
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    run_ranks(1, refused_records)
+
+
+def test_a_layer_that_is_run_several_times_is_recorded_each_time() -> None:
+    fields = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "gpt": {"position_embedding_type": "rope"}}
+    names = run_ranks(1, recorded_outputs, fields)[0]
+    assert [name for name in names if name.endswith("call 2")]
+
+
+def recorded_outputs(fields: dict[str, Any]) -> list[str]:
+    state = small_state(**fields)
+    return [*minloop.record_layout(state, text_loader(state), num_microbatches=4).outputs]
 
 
 def another_weight(layout: dict[str, Any]) -> list[minloop.Difference]:

@@ -138,9 +138,10 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             r"multiply to 6, not to context_parallel_size \(4\)",
         ),
         (
-            {"context_parallel_size": 2, "mtp_num_layers": 1, "calculate_per_token_loss": False},
-            r"mtp_num_layers \(1\) with context_parallel_size \(2\)",
+            {"context_parallel_size": 2, "calculate_per_token_loss": False},
+            r"context_parallel_size \(2\) needs calculate_per_token_loss=True",
         ),
+        ({"num_moe_experts": 4, "moe_router_topk_limited_devices": 2}, r"moe_router_topk_limited_devices \(2\) means"),
         ({"context_parallel_size": 2, "cp_comm_type": "ring"}, "cp_comm_type='ring'"),
         ({"context_parallel_size": 2, "cp_comm_type": "a2a+p2p"}, "hierarchical_context_parallel_sizes=None"),
         (

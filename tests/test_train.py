@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
-from small import GLOBAL_BATCH_SIZE, SEQUENCE_LENGTH, VOCAB_SIZE, Text, small_state, text_loader, train
+from small import (
+    GLOBAL_BATCH_SIZE,
+    MICRO_BATCH_SIZE,
+    SEQUENCE_LENGTH,
+    VOCAB_SIZE,
+    Text,
+    small_state,
+    text_loader,
+    train,
+)
 
 import minloop
 
@@ -384,3 +393,31 @@ def one_line() -> str:
     line = minloop.log_line(state, metrics, train_iters=7, elapsed=0.5)
     minloop.shutdown_distributed()
     return line
+
+
+class Masked(Text):
+    """Text of which every token also has one earlier token that it may not look at."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        forbidden = torch.ones(SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
+        rows = torch.arange(1, SEQUENCE_LENGTH)
+        forbidden[rows, rows // 2] = True
+        return super().__getitem__(index) | {"attention_mask": forbidden[None]}
+
+
+def losses_with_a_mask(directory: str, fields: dict[str, Any], first: bool) -> list[tuple[float, float]]:
+    state = small_state(seed=1 if first else 99, **fields)
+    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    loader = minloop.build_loader(Masked(), state.groups, micro_batch_size=MICRO_BATCH_SIZE)
+    history = train(state, loader, 3)
+    minloop.shutdown_distributed()
+    return history
+
+
+@pytest.mark.parametrize(("ranks", "vpp"), [(4, None), (2, 2)], ids=["PP4", "PP2 VPP2"])
+def test_middle_stages_get_the_attention_mask(tmp_path: Path, ranks: int, vpp: int | None) -> None:
+    (expected,) = run_ranks(1, losses_with_a_mask, str(tmp_path), {}, first=True)
+    layout = {"pipeline_model_parallel_size": ranks, "virtual_pipeline_model_parallel_size": vpp}
+    actual = run_ranks(ranks, losses_with_a_mask, str(tmp_path), layout, first=False)[0]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-6)

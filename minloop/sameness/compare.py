@@ -4,10 +4,10 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from minloop.checkpoint import load_checkpoint, save_checkpoint
@@ -90,25 +90,30 @@ def compare_layouts[Config: TransformerConfig](
     Returns:
         On every rank all differences in the order of computation, small and large.
     """
+    records: list[LayoutRecord] = []
     with tempfile.TemporaryDirectory() as own:
-        state = build(reference)
-        folder: list[Any] = [directory or own]
-        for group in (state.groups.pp, state.groups.tp_dp_cp):
-            dist.broadcast_object_list(folder, src=dist.get_process_group_ranks(group)[0], group=group)
-        records: list[LayoutRecord] = []
+        folder = directory or own
         for config in (reference, other):
-            if config is reference:
-                save_checkpoint(folder[0], state)
-            else:
+            try:
                 state = build(config)
-                load_checkpoint(folder[0], state)
-            count = num_microbatches(global_batch_size, micro_batch_size, state.groups)
-            records.append(record_layout(state, data(state), num_microbatches=count, forward_step=forward_step))
-            result: list[Any] = [compare_records(*records) if len(records) == 2 else []]
-            for group in (state.groups.pp, state.groups.tp_dp_cp):
-                dist.broadcast_object_list(result, src=dist.get_process_group_ranks(group)[0], group=group)
-            shutdown_distributed()
-    return result[0]
+                if config is reference:
+                    folder = _from_first_rank(folder, state.groups)
+                    save_checkpoint(folder, state)
+                else:
+                    load_checkpoint(folder, state)
+                count = num_microbatches(global_batch_size, micro_batch_size, state.groups)
+                records.append(record_layout(state, data(state), num_microbatches=count, forward_step=forward_step))
+                differences = _from_first_rank(compare_records(records[0], records[-1]), state.groups)
+            finally:
+                shutdown_distributed()
+    return differences
+
+
+def _from_first_rank[T](value: T, groups: ProcessGroupCollection) -> T:
+    values = [value]
+    for group in (groups.pp, groups.tp_dp_cp):
+        dist.broadcast_object_list(values, src=dist.get_process_group_ranks(group)[0], group=group)
+    return values[0]
 
 
 def _forward_order(name: str) -> tuple[bool, bool, int, str]:

@@ -18,7 +18,7 @@ ValueOf = Callable[[torch.nn.Parameter], torch.Tensor | None]
 
 
 def full_weights(state: TrainState) -> dict[str, torch.Tensor]:
-    """Gather every weight to the first rank, on the CPU, in its full shape; other ranks get an empty dict.
+    """Gather every weight to the first rank, on the CPU, in its full shape and fp32; other ranks get an empty dict.
 
     A name is the checkpoint's, with the layer (from 0) and the expert after it where the checkpoint stacks them:
     ``decoder.layers.mlp.linear_fc1.weight[3]``. Meant for small models and tests: it holds the whole model at once.
@@ -30,6 +30,7 @@ def full_weights(state: TrainState) -> dict[str, torch.Tensor]:
 def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
     """Gather every trainable weight's gradient as `full_weights` does; call it between the backward pass and the step.
 
+    fp16 gradients are divided by the loss scale.
     With the distributed optimizer a rank holds the sum of its own shard only: the gradient buffers are completed in
     place, from the ranks that hold the rest.
     """
@@ -40,7 +41,8 @@ def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
                 for bucket in bucket_group.buckets:
                     shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-    return _gather(state, lambda parameter: getattr(parameter, "main_grad", None))
+    scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
+    return {name: value / scale for name, value in _gather(state, lambda p: getattr(p, "main_grad", None)).items()}
 
 
 def gather_objects[T](value: T, groups: ProcessGroupCollection) -> list[T]:
@@ -81,8 +83,11 @@ def _local_parts(
         value = value_of(parameter)
         if value is None:
             continue
-        leaf = dataclasses.replace(leaf, data=value.detach())
-        built: Any = nested_values(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
+        if isinstance(leaf, ShardedTensorFactory):
+            built: Any = nested_values(dataclasses.replace(leaf, data=value).build())
+        else:
+            built = [dataclasses.replace(leaf, data=value, dtype=value.dtype)]
         for tensor in built:
             if is_main_replica(tensor.replica_id):
                 yield _place(tensor)
@@ -93,5 +98,4 @@ def _place(tensor: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[slice, ..
     stacked = tensor.prepend_axis_num
     name = tensor.key + "".join(f"[{number}]" for number in index[:stacked])
     assert tensor.data is not None
-    value = tensor.data.float() if tensor.data.dtype in (torch.bfloat16, torch.float16) else tensor.data
-    return name, tuple(tensor.global_shape[stacked:]), tuple(index[stacked:]), value.cpu()
+    return name, tuple(tensor.global_shape[stacked:]), tuple(index[stacked:]), tensor.data.cpu()

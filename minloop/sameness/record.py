@@ -51,16 +51,31 @@ def record_layout(
 ) -> LayoutRecord:
     """Run the next `num_microbatches` microbatches forward, then forward and backward, and gather all they lead to.
 
-    The weights stay as they are; the gradients are left in the buffers, complete. A layer is any module with a
-    `layer_number` in a `ModuleList`, as mcore's are; its output is the first tensor that it returns, [s, b, h].
+    Weights and buffers stay as they are; the gradients are left in their buffers, complete. A layer is any module with
+    a `layer_number` in a `ModuleList`, as mcore's are; its output is the first tensor that it returns, [s, b, h].
+
+    Raises:
+        ValueError: the config has dropout, whose masks differ between layouts.
+        RuntimeError: the data ended before that many microbatches.
     """
+    config = state.config
+    if config.hidden_dropout or config.attention_dropout:
+        raise ValueError(
+            f"hidden_dropout is {config.hidden_dropout} and attention_dropout {config.attention_dropout}: layouts draw "
+            "other masks, so that nothing could be compared; set both to 0.0"
+        )
     batches = list(islice(data, num_microbatches))
+    if len(batches) < num_microbatches:
+        raise RuntimeError(f"the data ended: it held {len(batches)} of {num_microbatches} microbatches")
     with evaluating(state), torch.no_grad(), _Recorder(state, forward_step) as recorder:
         _run(state, batches, recorder.forward_step, forward_only=True)
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
+    buffers = [(buffer, buffer.clone()) for model in unwrapped_models(state) for buffer in model.buffers()]
     reports = _run(state, batches, forward_step, forward_only=False)
+    for buffer, before in buffers:  # a step moves the bias of a router's experts
+        buffer.copy_(before)
     losses, _ = reduce_reports(state, reports, forward_step)
     record = LayoutRecord(gradients=full_gradients(state))
     rows = [_digest(row) for batch in batches for row in batch["tokens"]]
@@ -141,7 +156,10 @@ def _join(parts: list[tuple[list[str], dict[str, list[torch.Tensor]]]]) -> dict[
     rows: dict[str, dict[str, torch.Tensor]] = {}
     for samples, outputs in parts:
         for name, microbatches in outputs.items():
-            rows.setdefault(name, {}).update(zip(samples, torch.cat(microbatches), strict=True))
+            calls = sum(map(len, microbatches)) // len(samples)  # of a layer that a pass runs through several times
+            for call in range(calls):
+                called = name if call == 0 else f"{name}, call {call + 1}"
+                rows.setdefault(called, {}).update(zip(samples, torch.cat(microbatches[call::calls]), strict=True))
     number = {name: int(re.sub(r"\D", "", name) or 10**6) for name in rows}
     return {
         name: torch.stack([rows[name][sample] for sample in sorted(rows[name])])

@@ -24,11 +24,12 @@ class _Shared:
 
 
 def check_replicas(state: TrainState) -> None:
-    """Check that every weight that ranks hold in common is equal on all of them, bit for bit; call it on every rank.
+    """Check that all weights and saved buffers that ranks hold in common are equal bit for bit; call it on every rank.
 
     Compared are data parallel replicas (context parallel ranks among them, expert data parallel ones for experts), what
-    tensor parallel ranks do not share out, and embeddings tied over pipeline stages. Ranks exchange two checksums per
-    weight; a weight is read once. It waits for the GPU: call it now and then, not at every step.
+    tensor parallel ranks do not share out, and embeddings tied over pipeline stages; not the optimizer's moments. Ranks
+    exchange two checksums per weight; a weight is read once. It waits for the GPU: call it now and then, not at every
+    step.
 
     Raises:
         RuntimeError: on every rank, with the first weights that differ, the ranks, and the usual cause.
@@ -48,7 +49,7 @@ def _shared_weights(state: TrainState) -> Iterator[_Shared]:
     weights = {
         f"{f'chunk {index}: ' if len(state.chunks) > 1 else ''}{name}": parameter
         for index, model in enumerate(unwrapped_models(state))
-        for name, parameter in model.named_parameters()
+        for name, parameter in _saved_tensors(model)
     }
     dense = {name: weight for name, weight in weights.items() if getattr(weight, "allreduce", True)}
     experts = {name: weight for name, weight in weights.items() if name not in dense}
@@ -70,6 +71,13 @@ def _shared_weights(state: TrainState) -> Iterator[_Shared]:
         }
         yield _Shared("tensor parallel", groups.tp, whole, cause)
     yield from _tied_embeddings(state)
+
+
+def _saved_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights, and those buffers that checkpoints hold, such as the bias of a router's experts."""
+    yield from model.named_parameters()
+    saved = model.state_dict()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _tied_embeddings(state: TrainState) -> Iterator[_Shared]:
@@ -107,8 +115,8 @@ def _differences(shared: _Shared) -> list[str]:
 
 
 def _checksums(weight: torch.Tensor) -> torch.Tensor:
-    """Two int64 sums over a tensor's bits, the second of which notices elements that have changed places."""
+    """Two int64 sums: of a tensor's bits, and of squares of its bits with their places mixed in, modulo 2**64."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     bits = weight.detach().contiguous().view(integer).flatten().to(torch.int64)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return torch.stack([bits.sum(), (bits * places).sum()])
+    mixed = bits + torch.arange(1, bits.numel() + 1, device=bits.device) * 0x9E3779B97F4A7C1
+    return torch.stack([bits.sum(), (mixed * mixed).sum()])
