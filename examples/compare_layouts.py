@@ -27,6 +27,7 @@ def mock_data(state, vocab_size=256, sequence_length=64):
 
 
 def main(tolerance=1e-5, build=build, data=mock_data, **layout):
+    # without dropout: every layout would draw other masks
     config = minloop.build_config(
         num_layers=4, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
     )

@@ -14,6 +14,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import Heterog
 
 from minloop.layers import with_torch_parts
 
+POSITION_EMBEDDINGS = ("learned_absolute", "rope", "mrope", "yarn", "none")
 YARN_REQUIRED = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
 YARN_DEFAULTS: dict[str, Any] = {
     "yarn_beta_fast": 32.0,
@@ -76,6 +77,8 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
         ValueError: naming them, their values and the remedy.
     """
     kind = options.get("position_embedding_type", "learned_absolute")
+    if kind not in POSITION_EMBEDDINGS:  # mcore would take any other name for "none"
+        raise ValueError(f"position_embedding_type={kind!r}: use one of {', '.join(POSITION_EMBEDDINGS)}")
     if kind == "learned_absolute" and config.mtp_num_layers and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"mtp_num_layers ({config.mtp_num_layers}) with position_embedding_type='learned_absolute' and "

@@ -212,6 +212,10 @@ def options_of(fields: dict[str, Any]) -> None:
             },
             r"lay out the m beside the L",
         ),
+        (
+            {"gpt": {"position_embedding_type": "RoPE"}},
+            "position_embedding_type='RoPE': use one of learned_absolute, rope",
+        ),
         ({"gpt": {"position_embedding_type": "mrope"}}, r"mrope_section=None: .* of the 4 rotary frequencies"),
         ({"mrope_section": [2, 2, 2], "gpt": {"position_embedding_type": "mrope"}}, r"mrope_section=\[2, 2, 2\]"),
         (

@@ -71,7 +71,7 @@ def test_layouts_that_are_the_same(ranks: int, layout: dict[str, Any], fields: d
     differences = results[0]
     assert minloop.first_difference(differences, 1e-6) is None
     names = [difference.what for difference in differences]
-    assert names[:6] == [*(f"output of decoder layer {n}" for n in (1, 2, 3, 4)), "output of token losses", "lm loss"]
+    assert names[:6] == [*(f"output of decoder.layers[{n}]" for n in range(4)), "output of token losses", "lm loss"]
     assert "gradient of embedding.word_embeddings.weight" in names
     assert "gradient of decoder.layers.self_attention.linear_proj.weight[3]" in names
 
@@ -106,7 +106,25 @@ def same_data_everywhere() -> list[minloop.Difference]:
 def test_data_parallel_ranks_that_read_the_same() -> None:
     (difference,) = run_ranks(2, same_data_everywhere)[0]
     assert difference.what == "samples"
-    assert "4 samples were read by several data parallel ranks" in difference.hint
+    assert "a sample was read 2 times, by several data parallel ranks" in difference.hint
+
+
+def another_loss_mask_on_one_rank() -> list[minloop.Difference]:
+    records: list[minloop.LayoutRecord] = []
+    for faulty in (False, True):
+        state = small_state(**TP)
+        loader = text_loader(state)
+        batches = [next(loader) for _ in range(4)]
+        if faulty and torch.distributed.get_rank() == 1:
+            batches[2] = batches[2] | {"loss_mask": torch.ones_like(batches[2]["loss_mask"])}
+        records.append(minloop.record_layout(state, iter(batches), num_microbatches=4))
+        minloop.shutdown_distributed()
+    return minloop.compare_records(*records)
+
+
+def test_ranks_of_one_data_parallel_index_that_read_differently() -> None:
+    (difference,) = run_ranks(2, another_loss_mask_on_one_rank)[0]
+    assert "ranks of data parallel index [0] of the other layout read different batches" in difference.hint
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -190,7 +208,7 @@ def another_weight(layout: dict[str, Any]) -> list[minloop.Difference]:
 def test_the_first_layer_that_differs_is_named() -> None:
     first = minloop.first_difference(run_ranks(2, another_weight, SP)[0], 1e-6)
     assert first is not None
-    assert first.what == "output of decoder layer 3"
+    assert first.what == "output of decoder.layers[2]"
 
 
 def replicas_after_steps(

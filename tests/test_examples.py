@@ -81,4 +81,4 @@ def test_layouts_example_compares(tmp_path: Path) -> None:
 
 def test_layouts_example_names_the_first_difference() -> None:
     first = run_ranks(2, call_main, "compare_layouts", {"tolerance": 1e-9})[0]
-    assert first.what == "output of decoder layer 1"
+    assert first.what == "output of decoder.layers[0]"

@@ -26,7 +26,8 @@ class Difference:
     """How far two layouts are apart in one thing.
 
     Attributes:
-        what: for instance "output of decoder layer 2" or "gradient of decoder.final_layernorm.weight".
+        what: for instance "output of decoder.layers[2]" or "gradient of decoder.layers.mlp.linear_fc1.weight[2]", the
+            checkpoint's name of a weight; layers are counted from 0.
         relative: largest absolute difference over the reference's largest absolute value.
         hint: what usually causes it.
     """
@@ -41,10 +42,14 @@ class Difference:
 
 def compare_records(reference: LayoutRecord, other: LayoutRecord) -> list[Difference]:
     """How far `other` is from `reference`, in the order of computation: samples, outputs, losses, gradients."""
+    for name, record in (("the reference", reference), ("the other layout", other)):
+        if record.disagreeing:
+            which = f"ranks of data parallel index {record.disagreeing} of {name} read different batches"
+            return [Difference("samples", 1.0, f"{which}: tensor, context and pipeline ranks must read the same")]
     if reference.samples != other.samples:
-        twice = [count for count in other.samples.values() if count > 1]
-        hint = f"{len(twice)} samples were read by several data parallel ranks" if twice else "other samples were read"
-        return [Difference("samples", 1.0, f"the layouts did not see the same global batch: {hint}")]
+        repeated = [max(record.samples.values(), default=0) for record in (reference, other)]
+        hint = f"; a sample was read {max(repeated)} times, by several data parallel ranks" if max(repeated) > 1 else ""
+        return [Difference("samples", 1.0, f"the layouts did not see the same global batch{hint}")]
     differences = [
         Difference(f"output of {name}", relative_difference(other.outputs.get(name), value))
         for name, value in reference.outputs.items()
@@ -79,7 +84,7 @@ def compare_layouts[Config: TransformerConfig](
 
     The model is built in layout `reference` and saved, then rebuilt in layout `other` and loaded: what differs beyond
     rounding (some 1e-6 in fp32) is wrong in one of them, and `first_difference` is where to look. Both layouts must fit
-    the number of ranks; what a layout does not use is data parallel.
+    the number of ranks; what a layout does not use is data parallel. The config must be without dropout.
 
     Args:
         build: makes a training state of a config, from `init_distributed` on; groups are destroyed in between.

@@ -27,7 +27,9 @@ class LayoutRecord:
     """What one layout makes of one global batch; full on the first rank, empty on others. `torch.save` takes it.
 
     Attributes:
-        samples: sample → how many data parallel ranks read it; a sample is named by a digest of its tokens.
+        samples: sample → how often data parallel ranks read it; a sample is named by a digest of its tokens, labels and
+            loss mask.
+        disagreeing: data parallel indices whose ranks (tensor, context, pipeline) did not all read the same.
         outputs: layer → its output [samples, s, h], float32, samples in the order of their names, dropout off; last,
             "token losses" [samples, s].
         losses: name → mean over the tokens of the global batch.
@@ -36,6 +38,7 @@ class LayoutRecord:
     """
 
     samples: Counter[str] = field(default_factory=Counter[str])
+    disagreeing: list[int] = field(default_factory=list[int])
     outputs: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     losses: dict[str, float] = field(default_factory=dict[str, float])
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -78,16 +81,15 @@ def record_layout(
         buffer.copy_(before)
     losses, _ = reduce_reports(state, reports, forward_step)
     record = LayoutRecord(gradients=full_gradients(state))
-    rows = [_digest(row) for batch in batches for row in batch["tokens"]]
-    everyones = gather_objects((rows, recorder.outputs, _sequence_parallel_weights(state)), state.groups)
+    own = (state.groups.dp.rank(), _names(batches), recorder.outputs, _sequence_parallel_weights(state))
+    everyones = gather_objects(own, state.groups)
     if dist.get_rank() == 0:
-        # every model and context parallel rank reads what its data parallel rank reads
-        copies = dist.get_world_size() // state.groups.dp.size()
-        read = Counter(row for theirs, _, _ in everyones for row in theirs)
-        record.samples = Counter({row: count // copies for row, count in read.items()})
-        record.outputs = _join([(theirs, outputs) for theirs, outputs, _ in everyones])
+        readers = {rank: names for rank, names, _, _ in everyones}
+        record.samples = Counter(name for names in readers.values() for name in names)
+        record.disagreeing = sorted({rank for rank, names, _, _ in everyones if names != readers[rank]})
+        record.outputs = _join([(names, outputs) for _, names, outputs, _ in everyones])
         record.losses = {name: loss.item() for name, loss in losses.items()}
-        record.sequence_parallel = set().union(*(names for _, _, names in everyones))
+        record.sequence_parallel = set().union(*(weights for *_, weights in everyones))
     return record
 
 
@@ -103,8 +105,9 @@ class _Recorder:
         for model in unwrapped_models(self.state):
             for path, module in model.named_modules():
                 place = re.fullmatch(r"(?:(.*)\.)?layers\.\d+", path)
-                if place and hasattr(module, "layer_number"):
-                    name = f"{place[1] or 'model'} layer {module.layer_number}"
+                number: Any = getattr(module, "layer_number", None)
+                if place and number is not None:
+                    name = f"{place[1] or 'model'}.layers[{number - 1}]"
                     self._hooks.append(module.register_forward_hook(self._layer_hook(name)))
         return self
 
@@ -143,8 +146,14 @@ def _run(state: TrainState, batches: list[Batch], forward_step: ForwardStep, *, 
     return forward_backward(state, Microbatches(iter(batches), len(batches)), forward_step, forward_only=forward_only)
 
 
-def _digest(row: torch.Tensor) -> str:
-    return hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()[:16]
+def _names(batches: list[Batch]) -> list[str]:
+    """A digest of each sample that this rank read."""
+    read = ("tokens", "labels", "loss_mask")
+    return [
+        hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in sample)).hexdigest()[:16]
+        for batch in batches
+        for sample in zip(*(batch[name] for name in read if name in batch), strict=True)
+    ]
 
 
 def _sequence_parallel_weights(state: TrainState) -> set[str]:
