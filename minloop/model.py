@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 
 from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options
 from minloop.checks import check_config
@@ -96,7 +97,21 @@ def build_model(
             before_wrapping(chunk)
         chunk.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk)
+    _freeze_tied_weight(chunks, groups)
     return chunks
+
+
+def _freeze_tied_weight(chunks: list[MegatronModule], groups: ProcessGroupCollection) -> None:
+    """If a first or last stage froze its copy of a tied embedding, freeze the other: mcore sums gradients of both."""
+    group: Any = groups.embd
+    models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
+    ends = [model for model in models if model.pre_process or model.post_process]
+    if group is None or group.size() == 1 or not ends or not ends[0].share_embeddings_and_output_weights:
+        return
+    weight = ends[0].shared_embedding_or_output_weight()
+    trains = torch.tensor(int(weight.requires_grad), device=weight.device)
+    torch.distributed.all_reduce(trains, op=torch.distributed.ReduceOp.MIN, group=group)
+    weight.requires_grad_(bool(trains))
 
 
 def _complete(

@@ -421,3 +421,31 @@ def test_middle_stages_get_the_attention_mask(tmp_path: Path, ranks: int, vpp: i
     actual = run_ranks(ranks, losses_with_a_mask, str(tmp_path), layout, first=False)[0]
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-6)
+
+
+def freeze_embedding(module: torch.nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if name.startswith("embedding.word_embeddings"):
+            parameter.requires_grad_(False)
+
+
+def losses_with_a_frozen_embedding(directory: str, fields: dict[str, Any], first: bool) -> list[tuple[float, float]]:
+    gpt = {"share_embeddings_and_output_weights": True, "before_wrapping": freeze_embedding}
+    state = small_state(seed=1 if first else 99, gpt=gpt, **fields)
+    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    before = minloop.full_weights(state)
+    history = train(state, text_loader(state), 3)
+    after = minloop.full_weights(state)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "embedding.word_embeddings.weight" not in changed
+    minloop.shutdown_distributed()
+    return history
+
+
+@pytest.mark.parametrize("vpp", [None, 2])
+def test_a_frozen_tied_embedding_is_frozen_on_both_stages(tmp_path: Path, vpp: int | None) -> None:
+    (expected,) = run_ranks(1, losses_with_a_frozen_embedding, str(tmp_path), {}, first=True)
+    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": vpp}
+    actual = run_ranks(2, losses_with_a_frozen_embedding, str(tmp_path), layout, first=False, timeout=60)[0]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-6)
