@@ -146,9 +146,7 @@ def document(records: Sequence[Record]) -> str:
 
     main_grid = grid(lambda record: f"{record['worst_relative']:.1e}")
     detail = grid(lambda record: f"{record['first_gradient']:.0e}, {record['sgd_weights']:.0e}")
-    reasons: dict[str, list[str]] = {}
-    for (_, architecture), (_, reason) in EXPLAINED.items():
-        reasons.setdefault(f"{architecture}: {reason}", [])
+    reasons = dict.fromkeys(f"{architecture}: {reason}" for (_, architecture), (_, reason) in EXPLAINED.items())
     return TEXT.format(
         machine=(
             f"torch {version('torch')}, megatron-core {version('megatron-core')}, Python {platform.python_version()}, "

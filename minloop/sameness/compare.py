@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
 from minloop.checkpoint import load_checkpoint, save_checkpoint
 from minloop.data import Batch, num_microbatches
 from minloop.distributed import shutdown_distributed
+from minloop.sameness.full_tensors import from_first_rank
 from minloop.sameness.record import LayoutRecord, record_layout
 from minloop.state import TrainState
 from minloop.step import ForwardStep, gpt_forward_step
@@ -102,23 +101,16 @@ def compare_layouts[Config: TransformerConfig](
             try:
                 state = build(config)
                 if config is reference:
-                    folder = _from_first_rank(folder, state.groups)
+                    folder = from_first_rank(folder, state.groups)
                     save_checkpoint(folder, state)
                 else:
                     load_checkpoint(folder, state)
                 count = num_microbatches(global_batch_size, micro_batch_size, state.groups)
                 records.append(record_layout(state, data(state), num_microbatches=count, forward_step=forward_step))
-                differences = _from_first_rank(compare_records(records[0], records[-1]), state.groups)
+                differences = from_first_rank(compare_records(records[0], records[-1]), state.groups)
             finally:
                 shutdown_distributed()
     return differences
-
-
-def _from_first_rank[T](value: T, groups: ProcessGroupCollection) -> T:
-    values = [value]
-    for group in (groups.pp, groups.tp_dp_cp):
-        dist.broadcast_object_list(values, src=dist.get_process_group_ranks(group)[0], group=group)
-    return values[0]
 
 
 def _forward_order(name: str) -> tuple[bool, bool, int, str]:

@@ -56,6 +56,14 @@ def gather_objects[T](value: T, groups: ProcessGroupCollection) -> list[T]:
     return values
 
 
+def from_first_rank[T](value: T, groups: ProcessGroupCollection) -> T:
+    """Give every rank the first one's value."""
+    values = [value]
+    for group in (groups.pp, groups.tp_dp_cp):
+        dist.broadcast_object_list(values, src=dist.get_process_group_ranks(group)[0], group=group)
+    return values[0]
+
+
 def sharded_parameters(state: TrainState) -> Iterator[tuple[ShardedTensor | ShardedTensorFactory, torch.nn.Parameter]]:
     """This rank's parameters, each with its place in the whole model."""
     for leaf in nested_values(model_state(state, save_metadata(state))):

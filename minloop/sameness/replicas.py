@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from minloop.checkpoint.content import unwrapped_models
 from minloop.data_parallel import gathered_parameters
-from minloop.sameness.full_tensors import gather_objects
+from minloop.sameness.full_tensors import from_first_rank, gather_objects
 from minloop.state import TrainState
 
 
@@ -36,12 +36,10 @@ def check_replicas(state: TrainState) -> None:
     """
     with gathered_parameters(state.chunks):
         found = [line for shared in _shared_weights(state) for line in _differences(shared)]
-    lines: list[Any] = [sorted({line for part in gather_objects(found, state.groups) for line in part})]
-    for group in (state.groups.pp, state.groups.tp_dp_cp):
-        dist.broadcast_object_list(lines, src=dist.get_process_group_ranks(group)[0], group=group)
-    if lines[0]:
-        more = f"\n  … and {len(lines[0]) - 8} more" if len(lines[0]) > 8 else ""
-        raise RuntimeError("replicas of the model have come apart:\n  " + "\n  ".join(lines[0][:8]) + more)
+    everyones = {line for part in gather_objects(found, state.groups) for line in part}
+    if lines := from_first_rank(sorted(everyones), state.groups):
+        more = f"\n  … and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise RuntimeError("replicas of the model have come apart:\n  " + "\n  ".join(lines[:8]) + more)
 
 
 def _shared_weights(state: TrainState) -> Iterator[_Shared]:
