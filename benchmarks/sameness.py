@@ -1,7 +1,7 @@
 """Does every layout train every architecture alike? Measures the matrix of tests/sameness_cases.py on CPU ranks.
 
     uv run python benchmarks/sameness.py                   all of it: docs/sameness.json, from which docs/sameness.md
-    uv run python benchmarks/sameness.py PP2 TP2 Llama     these layouts and architectures, printed only
+    uv run python benchmarks/sameness.py PP2 TP2 llama     these layouts and architectures, printed only
 
 Each cell trains for 20 steps in fp32 from the weights and on the global batches of one rank; docs/sameness.md says what
 is compared. It takes two hours on two cores; stopped, it goes on where it was. Delete docs/sameness.json to begin anew.
@@ -18,11 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from minloop.messages import without_warnings
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from matrix import Cell, Matrix  # noqa: E402  (the tests are no package)
-from sameness_cases import ARCHITECTURES, EXPLAINED, LAYOUTS, RECIPE  # noqa: E402
+with without_warnings():  # of mcore, about packages that are not installed
+    from matrix import Cell, Matrix  # the tests are no package
+    from sameness_cases import ARCHITECTURES, EXPLAINED, LAYOUTS, RECIPE
 
 JSON, MARKDOWN = ROOT / "docs" / "sameness.json", ROOT / "docs" / "sameness.md"
 Record = dict[str, Any]
@@ -68,11 +71,12 @@ def as_record(layout: str, architecture: str, cell: Cell) -> Record:
 
 def main(names: Sequence[str]) -> bool:
     """Measure and write; returns whether no cell failed."""
-    unknown = [name for name in names if name not in LAYOUTS and name not in ARCHITECTURES]
-    if unknown:
+    known = {name.casefold(): name for name in (*LAYOUTS, *ARCHITECTURES)}
+    if unknown := [name for name in names if name.casefold() not in known]:
         sys.exit(f"neither a layout nor an architecture of tests/sameness_cases.py: {', '.join(unknown)}")
-    layouts = [name for name in LAYOUTS if name in names] or [*LAYOUTS]
-    architectures = [name for name in ARCHITECTURES if name in names] or [*ARCHITECTURES]
+    wanted = {known[name.casefold()] for name in names}
+    layouts = [name for name in LAYOUTS if name in wanted] or [*LAYOUTS]
+    architectures = [name for name in ARCHITECTURES if name in wanted] or [*ARCHITECTURES]
     if names:
         return not any(record["failed"] for record in measure(layouts, architectures))
     records: list[Record] = json.loads(JSON.read_text()) if JSON.exists() else []
@@ -89,11 +93,18 @@ def write(records: list[Record]) -> None:
     MARKDOWN.write_text(document(records))
 
 
+MARKS = (
+    "[1] and so on are refusals, quoted below the first table.",
+    "\\* marks a difference that is not rounding, explained below the first table.",
+)
+
 TEXT = """# Every layout trains the same model
 
 Change the layout, get the same training: here is how far that holds, for each architecture (columns) in each layout
 (rows). `uv run python benchmarks/sameness.py` measures all of it; a part is measured in `tests/test_sameness.py`. The
 cases, with every field of their configs, are in `tests/sameness_cases.py`, the figures also in `docs/sameness.json`.
+A layout is named by its parallel sizes: DP data, TP tensor, PP pipeline, VPP virtual pipeline, CP context, EP expert
+and ETP expert tensor parallel. TP2+SP is tensor parallel with sequence parallelism, TP2 without it.
 
 Every cell starts from the weights that one rank initialised, read from its checkpoint, and trains on the same global
 batches of real text (bytes of Python source, 8 samples of 32 tokens, each with another number of tokens that count), in
@@ -104,18 +115,17 @@ fp32 on the CPU. Compared with the run on one rank are:
 - every weight after 20 steps of plain SGD, likewise. mcore's distributed optimizer (ZeRO-1) has no SGD: there and in
   the reference Adam takes the same steps, with β₁ = 0 and an ε so large that its denominator is constant.
 
-That replicas of the model are equal bit for bit is checked in every cell (`minloop.check_replicas`). [1] and so on are
-refusals, * a difference that is not rounding; both are explained below the table.
+The weights after the Adam steps are in the JSON file (`adam_weights`), but not judged: Adam divides a gradient by its
+own size, so that where a gradient is near zero its rounding noise becomes a step of full size.
+
+That replicas of the model are equal bit for bit is checked in every cell (`minloop.check_replicas`).
+{marks}
 
 {machine}
 
 ## Loss and gradient norm over 20 Adam steps, worst relative difference from one rank
 
 {main}
-
-{refusals}
-
-{explained}
 
 ## The first gradient, and the weights after 20 SGD steps
 
@@ -147,14 +157,14 @@ def document(records: Sequence[Record]) -> str:
     main_grid = grid(lambda record: f"{record['worst_relative']:.1e}")
     detail = grid(lambda record: f"{record['first_gradient']:.0e}, {record['sgd_weights']:.0e}")
     reasons = dict.fromkeys(f"{architecture}: {reason}" for (_, architecture), (_, reason) in EXPLAINED.items())
+    notes = [f"{index}. {text}" for text, index in refusals.items()], [f"\\* {reason}." for reason in reasons]
     return TEXT.format(
         machine=(
             f"torch {version('torch')}, megatron-core {version('megatron-core')}, Python {platform.python_version()}, "
             f"{platform.machine()}, gloo, one thread per rank."
         ),
-        main=main_grid,
-        refusals="\n".join(f"{index}. {text}" for text, index in refusals.items()),
-        explained="\n".join(f"\\* {reason}." for reason in reasons),
+        marks="\n".join(mark for mark, note in zip(MARKS, notes, strict=True) if note),
+        main="\n\n".join([main_grid, *("\n".join(note) for note in notes if note)]),
         detail=detail,
     )
 

@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 
 from minloop.layers import with_torch_parts
+from minloop.spelling import did_you_mean
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "mrope", "yarn", "none")
 YARN_REQUIRED = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
@@ -31,7 +32,16 @@ def gpt_specs(config: TransformerConfig, groups: ProcessGroupCollection, vp_stag
     """The layer specs of this stage: (decoder block, multi-token prediction block or None).
 
     A `HeterogeneousTransformerConfig` gives every layer its own; all others follow `config.moe_layer_freq`.
+
+    Raises:
+        ValueError: the config names layers that mcore builds for other models only.
     """
+    for name in ("experimental_attention_variant", "linear_attention_freq"):
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(
+                f"{name}={value!r}: a GPT has no such layers here; leave it None, and use minloop.build_hybrid_model "
+                "with a G in its hybrid_layer_pattern for each layer of gated delta net"
+            )
     with_te = config.transformer_impl == "transformer_engine"
     where: dict[str, Any] = {"vp_stage": vp_stage, "pp_rank": groups.pp.rank()}
     kinds: dict[str, Any] = {
@@ -79,6 +89,10 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
     kind = options.get("position_embedding_type", "learned_absolute")
     if kind not in POSITION_EMBEDDINGS:  # mcore would take any other name for "none"
         raise ValueError(f"position_embedding_type={kind!r}: use one of {', '.join(POSITION_EMBEDDINGS)}")
+    of_yarn = (*YARN_REQUIRED, *YARN_DEFAULTS)
+    for name in options:
+        if name.startswith("yarn_") and name not in of_yarn:
+            raise ValueError(f"{name} is no option of YaRN{did_you_mean(name, of_yarn)}")
     if kind == "learned_absolute" and config.mtp_num_layers and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"mtp_num_layers ({config.mtp_num_layers}) with position_embedding_type='learned_absolute' and "

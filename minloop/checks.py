@@ -1,6 +1,5 @@
 """Checks across fields and configs: what mcore would refuse later, cryptically or not at all, is refused by name."""
 
-import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
+from minloop.context_parallel_checks import check_context_parallel
 from minloop.determinism import check_deterministic_config
 from minloop.expert_checks import check_experts
+from minloop.graph_checks import check_cuda_graphs
 from minloop.memory_checks import check_recompute
+from minloop.spelling import check_spellings
 
 HOOKS = (
     "finalize_model_grads_func",
@@ -46,6 +48,21 @@ STAGE_FIELDS = (
 )
 """How layers are laid out over pipeline stages: meaningless once `pipeline_model_parallel_size` changes."""
 
+COMBINED_SCHEDULE = (
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "ep_overlap_early_attn_memory_release",
+)
+"""Fields of mcore's schedule that runs one microbatch's forward pass beside another's backward pass."""
+
+MEGATRON_FSDP = {
+    "use_megatron_fsdp": False,
+    "use_custom_fsdp": False,
+    "data_parallel_sharding_strategy": "no_shard",
+    "outer_dp_sharding_strategy": "no_shard",
+}
+"""Fields of `DistributedDataParallelConfig` that mcore's DDP does not read, with their defaults."""
+
 
 def use_transformer_engine() -> bool:
     """Whether Transformer Engine is installed and there is a GPU for it."""
@@ -78,6 +95,7 @@ def check_config(config: Any) -> None:
     for name in SIZES:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}: it must be at least 1")
+    check_spellings(config)
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}: it must be from 0 up to, not including, 1")
@@ -99,9 +117,12 @@ def check_config(config: Any) -> None:
         raise ValueError(f"transformer_impl='transformer_engine' but {lacks}: use transformer_impl='local'")
     _check_tensor_parallel(config)
     _check_pipeline(config)
+    _check_schedule(config)
     check_experts(config)
-    _check_context_parallel(config)
+    check_context_parallel(config)
+    _check_lengths(config)
     check_recompute(config)
+    check_cuda_graphs(config)
     check_deterministic_config(config)
 
 
@@ -132,6 +153,21 @@ def _check_tensor_parallel(config: Any) -> None:
         raise ValueError(
             "sequence_parallel=True needs tensor_model_parallel_size > 1: it splits the sequence over the tensor "
             "parallel ranks; set sequence_parallel=False or a larger tensor_model_parallel_size"
+        )
+
+
+def _check_schedule(config: Any) -> None:
+    for name in COMBINED_SCHEDULE:
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}=True needs a schedule that combines forward and backward passes, which minloop does not "
+                "drive: set it to False"
+            )
+    group, pp = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
+    if config.virtual_pipeline_model_parallel_size is not None and group is not None and group < pp:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage ({group}) is less than pipeline_model_parallel_size ({pp}): set it to "
+            "that or more, or to None"
         )
 
 
@@ -167,48 +203,38 @@ def _check_pipeline(config: Any) -> None:
         )
 
 
-def _check_context_parallel(config: Any) -> None:
-    if config.context_parallel_size > 1 and not config.calculate_per_token_loss:
-        raise ValueError(
-            f"context_parallel_size ({config.context_parallel_size}) needs calculate_per_token_loss=True: otherwise "
-            "all ranks' parts of a sequence weigh the same, however many of their tokens count: another model"
-        )
-    cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
-    if hierarchy and math.prod(hierarchy) != cp:
-        raise ValueError(
-            f"hierarchical_context_parallel_sizes {hierarchy} multiply to {math.prod(hierarchy)}, "
-            f"not to context_parallel_size ({cp})"
-        )
-    types = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
-    for kind in types if cp > 1 else ():
-        if kind not in (None, "p2p", "a2a", "all_gather", "a2a+p2p"):
-            raise ValueError(f"cp_comm_type={kind!r}: use 'p2p', 'a2a', 'all_gather' or 'a2a+p2p'")
-        if kind == "a2a+p2p" and len(hierarchy or ()) != 2:
-            raise ValueError(
-                f"cp_comm_type='a2a+p2p' with hierarchical_context_parallel_sizes={hierarchy}: set them to [ranks of "
-                f"an all-to-all, ranks of a ring], which multiply to context_parallel_size ({cp})"
-            )
-        ranks, tp = {"a2a": cp, "a2a+p2p": (hierarchy or [1])[0]}.get(kind or "", 1), config.tensor_model_parallel_size
-        if config.num_attention_heads % (ranks * tp):
-            raise ValueError(
-                f"num_attention_heads ({config.num_attention_heads}) is not divisible by tensor_model_parallel_size "
-                f"({tp}) × the {ranks} ranks to which cp_comm_type={kind!r} deals heads out: use 'p2p' or "
-                "'all_gather', or 'a2a+p2p' with a smaller first of hierarchical_context_parallel_sizes"
-            )
+def _check_lengths(config: Any) -> None:
     for name in ("cp_comm_type", "moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         value = getattr(config, name, None)
         if isinstance(value, list) and len(value) != config.num_layers:
-            raise ValueError(f"{name} has {len(value)} entries for num_layers ({config.num_layers})")
+            raise ValueError(
+                f"{name} has {len(value)} entries for num_layers ({config.num_layers}): give one per layer, or one "
+                "value for all"
+            )
 
 
 def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> None:
     """Refuse a `DistributedDataParallelConfig` that mcore would accept and then not honour (see `build_ddp_config`)."""
+    for name, default in MEGATRON_FSDP.items():
+        if (value := getattr(ddp_config, name)) != default:
+            raise ValueError(
+                f"{name}={value!r} asks for Megatron FSDP, which minloop does not drive: leave it at {default!r}; "
+                "use_distributed_optimizer=True (ZeRO-1) shards optimizer states, and with "
+                "num_distributed_optimizer_instances > 1 within groups of replicas"
+            )
+    if ddp_config.delay_wgrad_compute:
+        raise ValueError("delay_wgrad_compute=True needs a schedule that minloop does not drive: set it to False")
     if ddp_config.overlap_param_gather and not (
         ddp_config.use_distributed_optimizer and ddp_config.overlap_grad_reduce
     ):
         raise ValueError(
             "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True, which are "
             f"{ddp_config.use_distributed_optimizer} and {ddp_config.overlap_grad_reduce}"
+        )
+    if ddp_config.check_for_nan_in_grad and config.cuda_graph_impl == "full_iteration":
+        raise ValueError(
+            "check_for_nan_in_grad=True with cuda_graph_impl='full_iteration': the check waits for the GPU, which a "
+            "graph cannot; set one of them to False or 'none'"
         )
     if ddp_config.num_distributed_optimizer_instances > 1 and not ddp_config.use_distributed_optimizer:
         raise ValueError("num_distributed_optimizer_instances > 1 needs use_distributed_optimizer=True")

@@ -22,6 +22,8 @@ from minloop.determinism import check_deterministic_environment, deterministic_a
 from minloop.messages import say_once
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+"""In which mcore numbers ranks: tensor parallel ranks are neighbours, pipeline stages far apart."""
 
 _created = contextlib.ExitStack()
 """How to take back what `init_distributed` created: one per process, as are the default group and mcore's groups."""
@@ -61,7 +63,7 @@ def init_distributed(
         undo.callback(cpu_backend().undo)
         if not dist.is_initialized():
             _init_default_group(backend, timeout, undo)
-        check_world_size(config, dist.get_world_size())
+        check_world_size(config, dist.get_world_size(), mcore_options.get("order", DEFAULT_ORDER))
         if config.deterministic_mode:
             check_deterministic_environment(config)
             undo.enter_context(deterministic_algorithms())
@@ -144,8 +146,8 @@ def _refuse_shared_gpu() -> None:
         )
 
 
-def check_world_size(config: TransformerConfig, world_size: int) -> None:
-    """Raise ValueError unless `world_size` ranks can be divided as `config` says; every factor is named."""
+def check_world_size(config: TransformerConfig, world_size: int, order: str = DEFAULT_ORDER) -> None:
+    """Raise ValueError unless `world_size` ranks can be divided as `config` and `order` say; every factor is named."""
     tp, pp, cp = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -161,7 +163,14 @@ def check_world_size(config: TransformerConfig, world_size: int) -> None:
     if world_size % (etp * ep * pp):
         raise ValueError(
             f"world size {world_size} is not a multiple of expert_tensor_parallel_size ({etp}) × "
-            f"expert_model_parallel_size ({ep}) × pipeline_model_parallel_size ({pp}) = {etp * ep * pp}"
+            f"expert_model_parallel_size ({ep}) × pipeline_model_parallel_size ({pp}) = {etp * ep * pp}: change the "
+            "number of ranks or a size; what remains holds copies of the experts"
+        )
+    if pp > 1 and not order.lower().endswith("pp") and etp * ep != tp * cp:
+        raise ValueError(
+            f"order={order!r} with pipeline_model_parallel_size ({pp}) > 1: unless it ends in pp, mcore needs "
+            f"expert_tensor_parallel_size ({etp}) × expert_model_parallel_size ({ep}) to be tensor_model_parallel_size "
+            f"({tp}) × context_parallel_size ({cp}); use {DEFAULT_ORDER!r}, the default, or other sizes"
         )
 
 

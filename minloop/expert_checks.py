@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from typing import Any
 
+from minloop.spelling import did_you_mean
+
 LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep", "ncclep": "transformer_engine"}
 """What each `moe_flex_dispatcher_backend` imports."""
@@ -62,6 +64,12 @@ def _check_routing(config: Any) -> None:
     experts, topk = config.num_moe_experts, config.moe_router_topk
     if not 1 <= topk <= experts:
         raise ValueError(f"moe_router_topk ({topk}) must be from 1 to num_moe_experts ({experts})")
+    score, kind = config.moe_router_score_function, config.moe_router_load_balancing_type
+    if topk == 1 and score == "softmax" and kind != "sinkhorn" and not config.moe_router_pre_softmax:
+        raise ValueError(
+            "moe_router_topk (1) with moe_router_score_function='softmax': the softmax over one expert is constant, so "
+            "that routers would not learn; set moe_router_pre_softmax=True"
+        )
     groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk
     if bool(groups) != bool(group_topk):
         raise ValueError(
@@ -88,8 +96,8 @@ def _check_load_balancing(config: Any) -> None:
     for kind, coefficient in pairs:
         if kind not in LOAD_BALANCING_TYPES:
             raise ValueError(
-                f"moe_router_load_balancing_type {kind!r} is none of {', '.join(LOAD_BALANCING_TYPES)}: mcore would "
-                "balance nothing"
+                f"moe_router_load_balancing_type {kind!r} is none of {', '.join(LOAD_BALANCING_TYPES)}"
+                f"{did_you_mean(kind, LOAD_BALANCING_TYPES)}"
             )
         if several and not kind.endswith("aux_loss"):
             raise ValueError(f"moe_router_load_balancing_type {kinds}: {kind!r} cannot be one of several")
@@ -113,9 +121,7 @@ def _check_parts(config: Any) -> None:
         )
     if config.moe_token_dispatcher_type != "flex":
         return
-    package = FLEX_PACKAGES.get(backend := config.moe_flex_dispatcher_backend)
-    if package is None:
-        raise ValueError(f"moe_flex_dispatcher_backend {backend!r} is none of {', '.join(FLEX_PACKAGES)}")
+    package = FLEX_PACKAGES[backend := config.moe_flex_dispatcher_backend]
     if find_spec(package) is None:
         raise ValueError(
             f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r} needs the package "

@@ -5,11 +5,13 @@ the same microbatches, whatever the layout):
 
     every layout          routers "none", "aux_loss", "seq_aux_loss" and "quantile_balancing", each score function,
                           groups of experts, expert bias, z-loss, shared experts, both dispatchers, ETP ≠ TP
-    "sinkhorn", capacity  all but TP with SP and CP: mcore balances and drops among the tokens that one rank holds
+    "sinkhorn", capacity  all but TP with SP, and CP: mcore balances and drops among the tokens that one rank holds
     "global_aux_loss"     those with as many microbatches per rank, that is with the same data parallel size: mcore
                           weighs each microbatch by the load of those that its step has seen so far; or any layouts
                           with one microbatch per rank, for the same global batch, whatever the micro batch sizes
+    moe_input_jitter_eps  none: as with dropout, ranks draw other numbers for the same tokens
 
+Of the last three, a training state that does so says it once.
 "aux_loss", "sinkhorn", "quantile_balancing", "global_aux_loss" and capacity are defined on a microbatch, so that
 another micro batch size is another training; "seq_aux_loss" and the z-loss are not. Choosing experts is not continuous:
 where two of them tie within rounding, a token goes one way in one layout and another way in another, and gradients part
@@ -35,6 +37,8 @@ from megatron.core.transformer.moe.moe_logging import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
+
+from minloop.messages import say_once
 
 AUXILIARY_LOSSES = {
     "aux_loss": "load_balancing_loss",
@@ -141,18 +145,48 @@ def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[TopKRouter]:
         yield from (module for module in chunk.modules() if isinstance(module, TopKRouter))
 
 
+def other_training(config: TransformerConfig, groups: ProcessGroupCollection) -> Iterator[str]:
+    """Yield what to say of experts that train otherwise in this layout than on one rank, see this file's head."""
+    if not config.num_moe_experts:
+        return
+    tp, cp, dp = groups.tp.size(), groups.cp.size(), _data_parallel_size(groups)
+    kinds: Any = config.moe_router_load_balancing_type
+    if tp * cp > 1 and (kinds == "sinkhorn" or config.moe_expert_capacity_factor is not None):
+        yield (
+            f"moe_router_load_balancing_type={kinds!r} and moe_expert_capacity_factor="
+            f"{config.moe_expert_capacity_factor} with tensor_model_parallel_size ({tp}) and context_parallel_size "
+            f"({cp}): mcore balances and drops among the tokens of one rank, so that other sizes are another training"
+        )
+    if dp > 1 and "global_aux_loss" in kinds:
+        yield (
+            f"moe_router_load_balancing_type={kinds!r} with {dp} data parallel ranks: mcore weighs a microbatch by the "
+            "load of those before it in its step, so that another number of microbatches per rank is another training"
+        )
+    if config.moe_input_jitter_eps is not None and groups.tp_dp_cp.size() > 1:
+        yield (
+            f"moe_input_jitter_eps={config.moe_input_jitter_eps}: ranks draw their own numbers, so that another layout "
+            "is another training, as it is with dropout"
+        )
+
+
 def mend_experts(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:
     """Mend, on these models, what keeps mcore 0.19 from training their experts, or from doing so in every layout.
 
     "global_aux_loss": mcore divides by the tokens of all data parallel ranks, and the gradient once more by the ranks:
     its coefficient is here multiplied by their number.
 
+    `moe_input_jitter_eps`: mcore adds its noise in evaluation too; here in training only.
+
     Biases of experts on one rank, no expert parallelism: mcore adds them in place to what an autograd function returned
     as it came, which torch refuses. The layers are here told that no communication is theirs to do, as is so.
     """
+    for said in other_training(get_model_config(chunks[0]), groups):
+        say_once(said)
     for router in _routers(chunks):
         if router.get_aux_loss_coeff("global_aux_loss"):
             vars(router)["get_aux_loss_coeff"] = partial(_coefficient, router, _data_parallel_size(groups))
+        if router.config.moe_input_jitter_eps is not None:
+            vars(router)["apply_input_jitter"] = partial(_jitter, router)
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear) and module.is_expert:
@@ -162,6 +196,10 @@ def mend_experts(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollecti
 def _coefficient(router: TopKRouter, data_parallel_size: int, kind: str) -> float:
     coefficient = type(router).get_aux_loss_coeff(router, kind)
     return coefficient * data_parallel_size if kind == "global_aux_loss" else coefficient
+
+
+def _jitter(router: TopKRouter, hidden: torch.Tensor) -> torch.Tensor:
+    return type(router).apply_input_jitter(router, hidden) if router.training else hidden
 
 
 @contextlib.contextmanager

@@ -1,19 +1,26 @@
 """Optimizers and their schedules: mcore's, built over the chunks; and what torch's Adam and SGD lack inside mcore's."""
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from minloop.messages import without_warnings
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-OPTIMIZERS = ("adam", "sgd", "lion", "muon", "dist_muon", "soap", "adaptive_muon")
+OPTIMIZERS = ("adam", "sgd", "lion", "muon")
+"""mcore 0.19 has others, which do not train here: "soap" cannot be saved (its factors have other shapes than the
+weights), "adaptive_muon" fails in its first step, and "dist_muon" is a layer-wise optimizer."""
+
+EMERGING_OPTIMIZERS = ("lion", "muon")
+"""Those of the package emerging-optimizers, github.com/NVIDIA-NeMo/Emerging-Optimizers."""
 
 
 def build_optimizer(
@@ -29,18 +36,38 @@ def build_optimizer(
         mcore_options: other arguments of `get_megatron_optimizer`, such as ``config_overrides``, settings that hold for
             some parameters only.
     Raises:
-        ValueError: the optimizer config contradicts the model's precision or the DDP config.
+        ValueError: the optimizer config contradicts the model's or the DDP config, or needs a package that is missing.
         TypeError: the chunks are not wrapped in DDP.
     """
     for chunk in chunks:
         if not hasattr(chunk, "ddp_config"):
             raise TypeError(f"{type(chunk).__name__} is not wrapped for data parallelism: call wrap_ddp first")
+    check_optimizer_config(optimizer_config, get_model_config(chunks[0]), chunks[0].ddp_config)
+    with without_warnings():  # of experimental parts of mcore that it imports
+        optimizer = get_megatron_optimizer(
+            optimizer_config,
+            [*chunks],
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+            **mcore_options,
+        )
+    prepare_optimizer_state(optimizer)
+    return optimizer
+
+
+def check_optimizer_config(
+    optimizer_config: OptimizerConfig, config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> None:
+    """Refuse an `OptimizerConfig` that does not go with the model's two, or that mcore 0.19 cannot train with.
+
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
     if optimizer_config.optimizer not in OPTIMIZERS:
         raise ValueError(
             f"OptimizerConfig.optimizer {optimizer_config.optimizer!r} is none of {', '.join(OPTIMIZERS)}; AdamW is "
             "'adam' with decoupled_weight_decay=True, its default"
         )
-    config, ddp_config = get_model_config(chunks[0]), chunks[0].ddp_config
     for name, expected in (
         ("bf16", config.bf16),
         ("fp16", config.fp16),
@@ -52,16 +79,38 @@ def build_optimizer(
                 f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with "
                 f"{expected}: use build_optimizer_config, or give both the same value"
             )
-    with without_warnings():  # of experimental parts of mcore that it imports
-        optimizer = get_megatron_optimizer(
-            optimizer_config,
-            [*chunks],
-            use_gloo_process_groups=False,
-            pg_collection=groups,
-            **mcore_options,
+    if optimizer_config.use_layer_wise_distributed_optimizer:
+        raise ValueError(
+            "use_layer_wise_distributed_optimizer=True: minloop does not drive that optimizer; set it to False"
         )
-    prepare_optimizer_state(optimizer)
-    return optimizer
+    stages = config.virtual_pipeline_model_parallel_size
+    if optimizer_config.overlap_param_gather_with_optimizer_step and not (stages and ddp_config.overlap_param_gather):
+        raise ValueError(
+            "overlap_param_gather_with_optimizer_step=True updates one model chunk while gathering another: it needs "
+            f"virtual_pipeline_model_parallel_size, which is {stages}, and overlap_param_gather=True (with "
+            f"use_distributed_optimizer), which is {ddp_config.overlap_param_gather}; set it to False otherwise"
+        )
+    if optimizer_config.optimizer in EMERGING_OPTIMIZERS:
+        _check_emerging(optimizer_config, config)
+
+
+def _check_emerging(optimizer_config: OptimizerConfig, config: TransformerConfig) -> None:
+    name = optimizer_config.optimizer
+    if optimizer_config.use_distributed_optimizer:  # it would see sums of gradients over some of the ranks only
+        raise ValueError(f"OptimizerConfig.optimizer {name!r} with use_distributed_optimizer=True: set it to False")
+    if config.fp16:
+        raise ValueError(f"OptimizerConfig.optimizer {name!r} with fp16=True, which mcore lacks: use bf16=True")
+    tp = config.tensor_model_parallel_size
+    if name == "muon" and tp > 1 and optimizer_config.muon_tp_mode == "blockwise":
+        raise ValueError(
+            f"muon_tp_mode='blockwise' with tensor_model_parallel_size ({tp}) orthogonalises each rank's part of a "
+            "weight on its own, another training for every size: set muon_tp_mode='duplicated' or 'distributed'"
+        )
+    if find_spec("emerging_optimizers") is None:
+        raise ValueError(
+            f"OptimizerConfig.optimizer {name!r} needs the package emerging-optimizers, which is not installed: "
+            "pip install emerging-optimizers (0.2 or later), or use one of adam, sgd"
+        )
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from ranks import RankError, run_ranks
 from sameness_cases import Options
-from small import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, small_state, text_loader, train
+from small import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, shared_state, text_loader, train
 
 import minloop
 from minloop.sameness.compare import relative_difference
@@ -77,8 +77,7 @@ def run(directory: str, options: Options, *, sgd: bool, first: bool = False) -> 
     for name, changes in {"adam": {}, "sgd": SGD, "linear": LINEAR_ADAM}.items():
         if name != "adam" and (not sgd or (not first and (name == "linear") != sharded)):
             continue
-        state = small_state(seed=1 if first else 99, **(options | changes))
-        (minloop.save_checkpoint if first else minloop.load_checkpoint)(f"{directory}/{name}", state)
+        state = shared_state(f"{directory}/{name}", first, **(options | changes))
         if name == "adam":
             count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, state.groups)
             record = minloop.record_layout(state, text_loader(state), num_microbatches=count)

@@ -81,6 +81,13 @@ def small_state(
     return minloop.TrainState(chunks, built, schedule, config, groups)
 
 
+def shared_state(directory: str, first: bool, **options: Any) -> minloop.TrainState:
+    """A state with the weights in `directory`, which the first one writes; `options` are those of `small_state`."""
+    state = small_state(seed=1 if first else 99, **options)
+    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    return state
+
+
 def text_loader(state: minloop.TrainState, micro_batch_size: int = MICRO_BATCH_SIZE) -> minloop.Loader:
     return minloop.build_loader(Text(), state.groups, micro_batch_size=micro_batch_size)
 

@@ -1,21 +1,31 @@
 """Configs: the choices made, layouts replaced, and every contradiction refused by name."""
 
+import contextlib
 import dataclasses
+import inspect
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from ranks import RankError, run_ranks
 from small import small_config
 
 import minloop
+from minloop.architecture import check_gpt_options, gpt_specs
+from minloop.distributed import DEFAULT_ORDER, check_world_size
+from minloop.optimizer import check_optimizer_config
+from minloop.spelling import check_spellings
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 
@@ -105,6 +115,12 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
     ("fields", "message"),
     [
         ({"num_layers": 0}, "num_layers is not set"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local': graphs of single layers"),
+        (
+            {"cuda_graph_impl": "full_iteration", "fp16": True},
+            "'full_iteration' with fp16=True: its loss scale changes",
+        ),
+        ({"cuda_graph_impl": "full_iteration"}, r"hidden_dropout 0\.1.* use_te_rng_tracker=False"),
         ({"num_attention_heads": 0}, "num_attention_heads is not set"),
         ({"tensor_model_parallel_size": 3}, r"num_attention_heads \(4\) .* tensor_model_parallel_size \(3\)"),
         ({"num_query_groups": 3}, r"num_attention_heads \(4\) .* num_query_groups \(3\)"),
@@ -152,12 +168,66 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
         ({"hidden_dropout": 1.5}, "hidden_dropout is 1.5"),
         ({"params_dtype": torch.bfloat16}, "bf16 is False: set bf16=True"),
         ({"multi_latent_attention": True}, "only MLATransformerConfig has"),
-        ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq has 2 entries for num_layers \(4\)"),
+        ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq has 2 entries for num_layers \(4\): give one per layer"),
+        ({"cp_comm_type": ["p2p"] * 3}, r"cp_comm_type has 3 entries for num_layers \(4\): give one per layer"),
+        ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=True needs a schedule"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True needs a schedule"),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "microbatch_group_size_per_vp_stage": 1,
+            },
+            r"microbatch_group_size_per_vp_stage \(1\) is less than pipeline_model_parallel_size \(2\)",
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         minloop.build_config(**(MODEL | fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "word", "message"),
+    [
+        ("normalization", "Layernorm", "is none of 'LayerNorm', 'RMSNorm', 'L2Norm': did you mean 'LayerNorm'?"),
+        ("recompute_method", "blocks", "is none of 'uniform', 'block', None: did you mean 'block'?"),
+        ("recompute_granularity", "some", "is none of 'full', 'selective', None"),
+        ("moe_router_score_function", "softmx", "'sqrtsoftplus': did you mean 'softmax'?"),
+        ("moe_token_dispatcher_type", "all2all", "'allgather', 'alltoall', 'flex': did you mean 'alltoall'?"),
+        ("moe_router_dtype", "fp16", "is none of 'fp32', 'fp64', None"),
+        ("experimental_attention_variant", "gdn", "is none of 'gated_delta_net', 'dsa', None"),
+    ],
+)
+def test_a_word_that_mcore_does_not_know_is_answered_with_those_it_knows(field: str, word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        minloop.build_config(**(MODEL | {field: word}))
+    assert str(error.value).startswith(f"{field}='{word}' is none of ")
+
+
+def test_mcores_defaults_are_words_that_it_knows() -> None:
+    minloop.build_config(**MODEL, normalization="L2Norm")
+    fields = dataclasses.fields(minloop.TransformerConfig)
+    check_spellings(SimpleNamespace(**{field.name: field.default for field in fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experimental_attention_variant": "dsa", "add_bias_linear": False}, "experimental_attention_variant='dsa': "),
+        ({"linear_attention_freq": 2}, "linear_attention_freq=2: a GPT has no such layers"),
+    ],
+)
+def test_layers_that_a_gpt_does_not_have(fields: dict[str, Any], message: str) -> None:
+    one: Any = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
+    with pytest.raises(ValueError, match=message):
+        gpt_specs(minloop.build_config(**MODEL, **fields), one, None)
+
+
+def test_a_misspelt_option_of_yarn_is_answered_with_the_nearest() -> None:
+    options = {"position_embedding_type": "yarn", "yarn_rotary_scaling_factr": 4.0}
+    with pytest.raises(ValueError, match=r"_scaling_factr is no option .*: did you mean 'yarn_rotary_scaling_factor'"):
+        check_gpt_options(minloop.build_config(**MODEL), options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -179,6 +249,72 @@ def test_ddp_and_optimizer_configs() -> None:
         minloop.build_ddp_config(config, overlap_param_gather=True)
     with pytest.raises(ValueError, match="set one of them to False"):
         minloop.build_ddp_config(config, average_in_collective=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_megatron_fsdp", True),
+        ("use_custom_fsdp", True),
+        ("data_parallel_sharding_strategy", "optim_grads_params"),
+        ("outer_dp_sharding_strategy", "optim"),
+    ],
+)
+def test_megatron_fsdp_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{field}={value!r} asks for Megatron FSDP.*use_distributed_optimizer=True"):
+        minloop.build_ddp_config(minloop.build_config(**MODEL), **{field: value})
+
+
+ZERO1: dict[str, Any] = {"use_distributed_optimizer": True}
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "ddp", "optimizer", "message"),
+    [
+        ({}, {}, {"optimizer": "soap"}, "'soap' is none of adam, sgd, lion, muon"),
+        ({}, {}, {"bf16": True}, "OptimizerConfig.bf16 is True, but the model was built with False"),
+        ({}, ZERO1, {"overlap_param_gather_with_optimizer_step": True}, "parallel_size, which is None"),
+        ({}, {}, {"use_layer_wise_distributed_optimizer": True}, "does not drive that optimizer"),
+        ({}, ZERO1, {"optimizer": "lion"}, "'lion' with use_distributed_optimizer=True: set it to False"),
+        ({"fp16": True}, {}, {"optimizer": "muon"}, "'muon' with fp16=True"),
+        (TP2, {}, {"optimizer": "muon"}, r"tensor_model_parallel_size \(2\) .*muon_tp_mode='duplicated'"),
+        (TP2, {}, {"optimizer": "muon", "muon_tp_mode": "duplicated"}, "needs the package emerging-optimizers"),
+        ({}, {}, {"optimizer": "lion"}, "pip install emerging-optimizers"),
+    ],
+)
+def test_optimizers_that_do_not_suit_the_model(
+    fields: dict[str, Any], ddp: dict[str, Any], optimizer: dict[str, Any], message: str
+) -> None:
+    config = minloop.build_config(**MODEL, **fields)
+    ddp_config = minloop.build_ddp_config(config, **ddp)
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=0.1, **optimizer)
+    with mock.patch("minloop.optimizer.find_spec", return_value=None), pytest.raises(ValueError, match=message):
+        check_optimizer_config(optimizer_config, config, ddp_config)
+
+
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "num_moe_experts": 4, "add_bias_linear": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "order", "message"),
+    [
+        (PP2 | TP2, "tp-cp-ep-pp-dp", ""),
+        (PP2 | EP2, "tp-cp-ep-dp-pp", ""),
+        (PP2 | EP2, "tp-cp-ep-pp-dp", r"order='tp-cp-ep-pp-dp' with pipeline_model_parallel_size \(2\) > 1"),
+        (PP2 | EP2 | {"num_moe_experts": 8, "expert_model_parallel_size": 8}, "tp-cp-ep-dp-pp", "= 16: change the num"),
+    ],
+)
+def test_orders_and_sizes_that_a_world_of_eight_takes(fields: dict[str, Any], order: str, message: str) -> None:
+    config = minloop.build_config(**MODEL, **fields)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_world_size(config, 8, order)
+
+
+def test_the_default_order_is_mcores() -> None:
+    parameters = inspect.signature(parallel_state.initialize_model_parallel).parameters
+    assert parameters["order"].default == DEFAULT_ORDER
 
 
 def init(fields: dict[str, Any]) -> None:

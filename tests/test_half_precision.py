@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from sameness_cases import LLAMA, RECIPE, SP, ZERO1
-from small import MICRO_BATCH_SIZE, small_state, text_loader, train
+from small import MICRO_BATCH_SIZE, shared_state, text_loader, train
 
 import minloop
 
@@ -44,8 +44,7 @@ def run(
     directory: str, options: dict[str, Any], first: bool = False, halves: bool = False, size: int = MICRO_BATCH_SIZE
 ) -> torch.Tensor:
     """Losses and gradient norms, [steps, 2], from the weights in `directory`, which the first run writes."""
-    state = small_state(seed=1 if first else 99, **(RECIPE | LLAMA | options))
-    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    state = shared_state(directory, first, **(RECIPE | LLAMA | options))
     with mock.patch.object(torch, "matmul", matmul_in_halves if halves else matmul):
         history = train(state, text_loader(state, size), STEPS, size)
     minloop.check_replicas(state)

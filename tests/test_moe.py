@@ -1,7 +1,10 @@
 """Experts: each router trains the same model in all layouts it can; losses and loads are reported; any mask counts."""
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from ranks import run_ranks
 from small import SEQUENCE_LENGTH, Text, small_config, small_state, text_loader
 
 import minloop
+from minloop.moe import other_training
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -171,6 +175,51 @@ def names_of_losses(options: dict[str, Any]) -> tuple[list[str], list[str]]:
     return list(train.losses), list(evaluation.losses)
 
 
+CAPACITY: dict[str, Any] = {"moe_expert_capacity_factor": 1.0}
+SINKHORN: dict[str, Any] = {"moe_router_load_balancing_type": "sinkhorn"}
+GLOBAL: dict[str, Any] = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "messages"),
+    [
+        (CAPACITY, {"tp": 2}, [r"moe_expert_capacity_factor=1.0 with tensor_model_parallel_size \(2\)"]),
+        (CAPACITY, {"dp": 2}, []),
+        (SINKHORN, {"cp": 2}, [r"'sinkhorn' .* context_parallel_size \(2\)"]),
+        (GLOBAL, {"dp": 2}, ["'global_aux_loss' with 2 data parallel ranks"]),
+        (GLOBAL, {"tp": 2, "cp": 2}, []),
+        ({"moe_input_jitter_eps": 0.1}, {}, []),
+        (CAPACITY | {"moe_input_jitter_eps": 0.1}, {"tp": 2, "dp": 2}, ["moe_expert_cap", "moe_input_jitter_eps=0.1"]),
+    ],
+)
+def test_what_is_another_training_is_said(fields: dict[str, Any], sizes: dict[str, int], messages: list[str]) -> None:
+    tp, cp, dp = (sizes.get(name, 1) for name in ("tp", "cp", "dp"))
+    worlds = {"tp": tp, "cp": cp, "tp_cp": tp * cp, "tp_dp_cp": tp * cp * dp}
+    groups: Any = SimpleNamespace(**{name: SimpleNamespace(size=lambda n=n: n) for name, n in worlds.items()})
+    said = list(other_training(small_config(**(EXPERTS | fields)), groups))
+    assert len(said) == len(messages)
+    assert all(re.search(message, line) for message, line in zip(messages, said, strict=True))
+
+
+def noisy_losses() -> tuple[list[float], list[str]]:
+    """Losses of two evaluations and two steps at learning rate 0 on one batch; and what the training state said."""
+    with mock.patch("minloop.moe.say_once") as say_once:
+        state = small_state(**EXPERTS, moe_input_jitter_eps=0.1, lr=0.0)
+    batch = [next(text_loader(state))]
+    steps = [minloop.eval_step(state, batch, num_microbatches=1) for _ in range(2)]
+    steps += [minloop.train_step(state, iter(batch), num_microbatches=1) for _ in range(2)]
+    minloop.shutdown_distributed()
+    return [step.loss.item() for step in steps], [call.args[0] for call in say_once.call_args_list]
+
+
+def test_routers_inputs_are_jittered_in_training_only() -> None:
+    for losses, said in run_ranks(2, noisy_losses):
+        assert losses[0] == losses[1]
+        assert len(set(losses)) == 3
+        assert len(said) == 1
+        assert said[0].startswith("moe_input_jitter_eps=0.1")
+
+
 def balanced_losses() -> tuple[dict[str, float], torch.Tensor]:
     """What a step reports whose routers give every expert the same weight, and the experts' load."""
     options: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
@@ -283,6 +332,7 @@ def test_recomputed_layers_are_counted_once(tmp_path: Path) -> None:
     [
         ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size \(2\) needs sequence_parallel=True"),
         (SP | {"add_bias_linear": True}, "needs expert_tensor_parallel_size=1, which is 2"),
+        ({"moe_router_topk": 1}, r"softmax over one expert is constant.* set moe_router_pre_softmax=True"),
         ({"moe_router_topk": 5}, r"moe_router_topk \(5\) must be from 1 to num_moe_experts \(4\)"),
         ({"moe_router_num_groups": 2}, r"moe_router_num_groups \(2\) and moe_router_group_topk \(None\) go together"),
         ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, r"moe_router_group_topk \(1\).* nor hold fewer"),

@@ -99,8 +99,14 @@ def test_recomputing_changes_nothing(model: str, layout: str) -> None:
         ({"recompute_granularity": "full", "recompute_method": "block"}, r"recompute_num_layers .* not None"),
         ({"recompute_granularity": "full", "recompute_num_layers": 1}, r"recompute_method .* not None"),
         (full("block", 1) | {"mtp_num_layers": 1}, r"needs recompute_method='uniform' and recompute_num_layers=1"),
+        (selective("core_attn", "mpl"), "'mpl' is none of core_attn, mlp, .*: did you mean 'mlp'?"),
+        (selective("moe"), r"recompute_modules \['moe'\] with num_moe_experts=None"),
+        ({"recompute_modules": ["mlp"]}, r"recompute_modules \['mlp'\] with recompute_granularity=None"),
+        (full("block", 1, recompute_modules=["mlp"]), "with recompute_granularity='full', which ignores them"),
+        (selective("core_attn") | {"recompute_method": "block"}, "recompute_method='block' with .*'selective'"),
+        ({"recompute_num_layers": 1}, "recompute_num_layers=1 with recompute_granularity=None, which ignores it"),
     ],
 )
-def test_what_would_fail_in_the_backward_pass_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_what_would_fail_in_the_backward_pass_or_be_ignored_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small_config(**fields)

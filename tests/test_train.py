@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from small import (
     SEQUENCE_LENGTH,
     VOCAB_SIZE,
     Text,
+    shared_state,
     small_state,
     text_loader,
     train,
@@ -303,9 +305,10 @@ def packed_batch() -> None:
     minloop.train_step(state, iter([batch]), num_microbatches=1)
 
 
-def odd_microbatches_with_virtual_stages() -> None:
-    state = small_state(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    minloop.train_step(state, text_loader(state), num_microbatches=3)
+def microbatches_with_virtual_stages(count: int, group: int) -> None:
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    state = small_state(**stages, microbatch_group_size_per_vp_stage=group)
+    minloop.train_step(state, text_loader(state), num_microbatches=count)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +326,8 @@ def odd_microbatches_with_virtual_stages() -> None:
         (1, sequence_beyond_the_positions, "a sequence of 64 tokens, but max_sequence_length is 32"),
         (1, report_of_another_shape, r"must report {name: \[sum, count\]}"),
         (1, packed_batch, "would ignore: attention would cross documents"),
-        (2, odd_microbatches_with_virtual_stages, r"num_microbatches \(3\) is not a multiple of pipeline"),
+        (2, partial(microbatches_with_virtual_stages, 3, 2), r"num_microbatches \(3\) cannot be .* \(2\), the last"),
+        (2, partial(microbatches_with_virtual_stages, 4, 3), r"num_microbatches \(4\) cannot be .* \(3\), the last"),
     ],
 )
 def test_misuse_is_refused_by_name(ranks: int, function: Any, message: str) -> None:
@@ -358,8 +362,7 @@ def test_each_forward_step_reports_its_own_losses(fields: dict[str, Any]) -> Non
 
 
 def logits_in_layout(directory: str, fields: dict[str, Any], save: bool = False) -> torch.Tensor:
-    state = small_state(seed=1 if save else 9, **fields)
-    minloop.save_checkpoint(directory, state) if save else minloop.load_checkpoint(directory, state)
+    state = shared_state(directory, save, **fields)
     logits = minloop.forward_logits(state, torch.arange(32)[None])
     minloop.shutdown_distributed()
     return logits
@@ -406,8 +409,7 @@ class Masked(Text):
 
 
 def losses_with_a_mask(directory: str, fields: dict[str, Any], first: bool) -> list[tuple[float, float]]:
-    state = small_state(seed=1 if first else 99, **fields)
-    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    state = shared_state(directory, first, **fields)
     loader = minloop.build_loader(Masked(), state.groups, micro_batch_size=MICRO_BATCH_SIZE)
     history = train(state, loader, 3)
     minloop.shutdown_distributed()
@@ -431,8 +433,7 @@ def freeze_embedding(module: torch.nn.Module) -> None:
 
 def losses_with_a_frozen_embedding(directory: str, fields: dict[str, Any], first: bool) -> list[tuple[float, float]]:
     gpt = {"share_embeddings_and_output_weights": True, "before_wrapping": freeze_embedding}
-    state = small_state(seed=1 if first else 99, gpt=gpt, **fields)
-    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    state = shared_state(directory, first, gpt=gpt, **fields)
     before = minloop.full_weights(state)
     history = train(state, text_loader(state), 3)
     after = minloop.full_weights(state)

@@ -1,0 +1,41 @@
+"""Checks of context parallelism: how a sequence may be divided, and what its ranks may send each other."""
+
+import math
+from typing import Any
+
+
+def check_context_parallel(config: Any) -> None:
+    """Refuse ways to divide sequences over ranks that mcore does not have, or that train another model.
+
+    Args:
+        config: a `TransformerConfig`, or anything with its fields.
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    if config.context_parallel_size > 1 and not config.calculate_per_token_loss:
+        raise ValueError(
+            f"context_parallel_size ({config.context_parallel_size}) needs calculate_per_token_loss=True: otherwise "
+            "all ranks' parts of a sequence weigh the same, however many of their tokens count: another model"
+        )
+    cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
+    if hierarchy and math.prod(hierarchy) != cp:
+        raise ValueError(
+            f"hierarchical_context_parallel_sizes {hierarchy} multiply to {math.prod(hierarchy)}, "
+            f"not to context_parallel_size ({cp})"
+        )
+    types = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    for kind in types if cp > 1 else ():
+        if kind not in (None, "p2p", "a2a", "all_gather", "a2a+p2p"):
+            raise ValueError(f"cp_comm_type={kind!r}: use 'p2p', 'a2a', 'all_gather' or 'a2a+p2p'")
+        if kind == "a2a+p2p" and len(hierarchy or ()) != 2:
+            raise ValueError(
+                f"cp_comm_type='a2a+p2p' with hierarchical_context_parallel_sizes={hierarchy}: set them to [ranks of "
+                f"an all-to-all, ranks of a ring], which multiply to context_parallel_size ({cp})"
+            )
+        ranks, tp = {"a2a": cp, "a2a+p2p": (hierarchy or [1])[0]}.get(kind or "", 1), config.tensor_model_parallel_size
+        if config.num_attention_heads % (ranks * tp):
+            raise ValueError(
+                f"num_attention_heads ({config.num_attention_heads}) is not divisible by tensor_model_parallel_size "
+                f"({tp}) × the {ranks} ranks to which cp_comm_type={kind!r} deals heads out: use 'p2p' or "
+                "'all_gather', or 'a2a+p2p' with a smaller first of hierarchical_context_parallel_sizes"
+            )
