@@ -28,6 +28,8 @@ with light_mcore_import():
     )
     from minloop.data_parallel import gathered_parameters, wrap_ddp
     from minloop.distributed import init_distributed, is_first_rank, seed_ranks, shutdown_distributed
+    from minloop.flops import flops_per_token, peak_tflops
+    from minloop.garbage import manual_gc
     from minloop.hybrid import build_hybrid_model, hybrid_provider
     from minloop.inference import forward_logits
     from minloop.losses import token_loss
@@ -83,6 +85,7 @@ __all__ = [
     "eval_step",
     "expert_load",
     "first_difference",
+    "flops_per_token",
     "forward_logits",
     "full_gradients",
     "full_weights",
@@ -95,7 +98,9 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "log_line",
+    "manual_gc",
     "num_microbatches",
+    "peak_tflops",
     "record_layout",
     "replace_layout",
     "save_checkpoint",

@@ -24,7 +24,8 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     Where a field is not given: `params_dtype` and `pipeline_dtype` follow bf16/fp16; `transformer_impl` is Transformer
     Engine where there is one and a GPU, otherwise local; interleaved pipelines overlap their communication; the loss is
     averaged over the tokens of the global batch (`calculate_per_token_loss`), the only average that no layout changes;
-    mcore's fusions that suit the model are on. All other fields keep mcore's defaults.
+    fused kernels that suit the model are on (see `_fusions`), on a GPU weight gradients are accumulated as they are
+    computed; CUDA graphs draw from Transformer Engine's random streams. All other fields keep mcore's defaults.
 
     Args:
         config_class: `TransformerConfig` or a subclass of it (`MLATransformerConfig`, your own).
@@ -38,10 +39,15 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     chosen["cuda_graph_modules"] = []  # mcore's default, "full", is deprecated and means the same
     chosen["params_dtype"] = torch.bfloat16 if draft.bf16 else torch.float16 if draft.fp16 else torch.float32
     chosen["pipeline_dtype"] = fields.get("params_dtype", chosen["params_dtype"])
-    chosen["transformer_impl"] = "transformer_engine" if use_transformer_engine() else "local"
+    implementation = "transformer_engine" if use_transformer_engine() else "local"
+    draft.transformer_impl = chosen["transformer_impl"] = fields.get("transformer_impl", implementation)
     if _virtual_stages(draft) > 1:
         overlap = fields.get("overlap_p2p_comm", True)
         chosen["overlap_p2p_comm"], chosen["batch_p2p_comm"] = overlap, not overlap
+    if draft.num_moe_experts:  # as mcore would choose with a warning
+        chosen["moe_ffn_hidden_size"] = draft.ffn_hidden_size or 4 * draft.hidden_size
+    # Of a graph's random numbers only Transformer Engine's tracker knows.
+    chosen["use_te_rng_tracker"] = draft.cuda_graph_impl != "none" and draft.transformer_impl != "local"
     chosen |= _fusions(draft) | fields
     check_config(SimpleNamespace(**(defaults | chosen)))
     config = config_class(**chosen)
@@ -57,24 +63,27 @@ def _virtual_stages(draft: SimpleNamespace) -> int:
     return PipelineParallelLayerLayout(layout, draft.pipeline_model_parallel_size).virtual_pipeline_model_parallel_size
 
 
-def _fusions(draft: SimpleNamespace) -> dict[str, bool]:
-    """mcore's fusions that are valid for this config; as a library mcore leaves all of them off.
+def _fusions(draft: SimpleNamespace) -> dict[str, Any]:
+    """The fused kernels that are valid for this config; as a library mcore leaves all of them off.
 
-    They do not depend on the machine, but for RoPE's kernel: mcore's fused GELU is the tanh approximation, so that with
-    and without it a model is not the same one.
+    Those of activations are another rounding, never another function: mcore's fused GELU is the tanh approximation, so
+    it is on whatever the machine, and Transformer Engine's activations only replace what is the same without them.
     """
+    with_te = draft.transformer_impl == "transformer_engine"
     gelu = draft.activation_func is F.gelu and draft.add_bias_linear and not draft.gated_linear_unit
     swiglu = draft.activation_func is F.silu and draft.gated_linear_unit
+    te_activation = with_te and swiglu and not draft.add_bias_linear and not draft.num_moe_experts
     if draft.num_moe_experts:  # experts weigh their activation, and of this mcore fused SwiGLU without biases only
         gelu, swiglu = False, swiglu and not draft.add_bias_linear
     return {
-        "bias_activation_fusion": gelu or swiglu,
+        "use_te_activation_func": te_activation and not draft.bias_activation_fusion,
+        "bias_activation_fusion": (gelu or swiglu) and not (te_activation or draft.use_te_activation_func),
         "bias_dropout_fusion": True,
-        "apply_rope_fusion": use_transformer_engine()
-        and not draft.rotary_interleaved
-        and not draft.multi_latent_attention,
+        "apply_rope_fusion": with_te and not draft.rotary_interleaved and not draft.multi_latent_attention,
         # whatever the precision, its gradient is rounded to bf16
         "cross_entropy_loss_fusion": draft.bf16 and not draft.deterministic_mode,
+        "cross_entropy_fusion_impl": "te" if with_te else "native",
+        "gradient_accumulation_fusion": torch.cuda.is_available(),
     }
 
 

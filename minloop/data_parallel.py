@@ -18,6 +18,7 @@ from megatron.core.transformer import MegatronModule
 from megatron.core.utils import get_model_config
 
 from minloop.checks import HOOKS, check_ddp_config
+from minloop.cuda_graph import on_capture_stream
 from minloop.messages import without_log_lines
 
 
@@ -35,9 +36,19 @@ def wrap_ddp(
     """
     check_ddp_config(get_model_config(chunks[0]), ddp_config)
     ddp_config = copy.copy(ddp_config)  # DDP writes the bucket size it chose into it
+    # A CUDA graph cannot capture what autograd remembers to run on the default stream.
+    capture = get_model_config(chunks[0]).cuda_graph_impl == "full_iteration" and torch.cuda.is_available()
+    if capture and any(group.size() > 1 for group in (groups.dp, groups.tp, groups.cp, groups.pp)):
+        raise ValueError(
+            "cuda_graph_impl='full_iteration' on more than one GPU: a replayed graph with NCCL's collectives in it fails "
+            "with an illegal memory access; set cuda_graph_impl='none'"
+        )
     wrapped: list[DistributedDataParallel] = []
     for index, chunk in enumerate(chunks):
-        with without_log_lines("megatron.core.distributed.distributed_data_parallel", "full_param_layout not provided"):
+        with (
+            on_capture_stream() if capture else contextlib.nullcontext(),
+            without_log_lines("megatron.core.distributed.distributed_data_parallel", "full_param_layout not provided"),
+        ):
             ddp = DistributedDataParallel(
                 config=get_model_config(chunk),
                 ddp_config=ddp_config,

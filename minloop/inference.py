@@ -7,8 +7,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from minloop.microbatches import Microbatches
+from minloop.placement import model_attribute, place_batch
+from minloop.schedule import forward_backward
 from minloop.state import TrainState
-from minloop.step import evaluating, forward_backward, model_attribute, place_batch
+from minloop.step import evaluating
 
 
 @torch.no_grad()

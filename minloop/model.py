@@ -22,6 +22,8 @@ from megatron.core.utils import unwrap_model
 from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options
 from minloop.checks import check_config
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
+from minloop.layers.embedding import fuse_embedding_gradient
+from minloop.layers.weight_gradient import provide_weight_gradient
 from minloop.messages import without_log_lines
 
 
@@ -78,6 +80,8 @@ def build_model(
             "deterministic_mode=True, but torch does not use deterministic algorithms: give this config to "
             "init_distributed, or call torch.use_deterministic_algorithms(True) where a host made the groups"
         )
+    if config.gradient_accumulation_fusion:
+        provide_weight_gradient()
     config = copy.copy(config)
     stages = config.virtual_pipeline_model_parallel_size
     chunks: list[MegatronModule] = []
@@ -125,6 +129,8 @@ def _complete(
             setattr(chunk, name, value)
     for parameter in chunk.parameters():  # without them gradient norms and checkpoints count a parameter wrongly
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if config.gradient_accumulation_fusion:
+        fuse_embedding_gradient(chunk, config)
     if config.mtp_num_layers and config.context_parallel_size > 1:
         count_tokens_of_all_ranks(chunk, groups.cp)
 

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from minloop.cuda_graph import StepGraphs
 from minloop.data_parallel import bind_hooks
 from minloop.moe import AuxiliaryLosses, mend_experts
 
@@ -31,6 +32,7 @@ class TrainState:
         skipped_iterations: steps whose update was skipped for overflow.
         report_names: names of the losses that each forward step used so far reports.
         auxiliary_losses: what mcore records of the training step under way.
+        graphs: with cuda_graph_impl="full_iteration", the CUDA graphs of its steps.
     Raises:
         TypeError: a plain torch optimizer, which would never change a weight.
         RuntimeError: the hooks are bound already.
@@ -48,6 +50,7 @@ class TrainState:
         default_factory=WeakKeyDictionary[Callable[..., Any], list[str]], repr=False
     )
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses, repr=False)
+    graphs: StepGraphs = field(default_factory=StepGraphs, repr=False)
 
     def __post_init__(self) -> None:
         optimizer: Any = self.optimizer  # most callers check no types

@@ -1,23 +1,21 @@
 """One step: forward and backward over the microbatches by mcore's schedules, one gradient finalisation, one update."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_attr_wrapped_model
 
-from minloop.data import Batch, check_token_ids, slice_batch_for_context_parallel, to_device
+from minloop.data import Batch
 from minloop.data_parallel import gathered_parameters
-from minloop.losses import LossFunction, Report, exact_token_count, reduce_reports, token_loss
+from minloop.losses import LossFunction, reduce_reports, token_loss
 from minloop.microbatches import Microbatches
+from minloop.placement import place_batch
+from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState
-
-ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, LossFunction]]
 
 
 @dataclass(frozen=True)
@@ -81,34 +79,6 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
         loss_mask=batch["loss_mask"],
     )
     return output, partial(token_loss, batch["loss_mask"])
-
-
-def place_batch(batch: Batch, model: torch.nn.Module) -> Batch:
-    """Check a batch and return this context parallel rank's part of it, on its device, for a GPT."""
-    check_token_ids(batch, model_attribute(model, "vocab_size"))
-    length, positions = batch["tokens"].shape[1], model_attribute(model, "max_sequence_length")
-    kind = model_attribute(model, "position_embedding_type")
-    if kind == "learned_absolute" and length > positions:
-        raise ValueError(
-            f"a sequence of {length} tokens, but max_sequence_length is {positions}: build the model for more"
-        )
-    whole = {"position_ids": _mrope_positions(batch)} if kind == "mrope" else {}
-    batch = {name: value for name, value in batch.items() if name not in whole}
-    batch = slice_batch_for_context_parallel(batch, model_attribute(model, "pg_collection"))
-    return to_device(batch, torch.cuda.current_device()) | whole
-
-
-def _mrope_positions(batch: Batch) -> torch.Tensor:
-    """[b, s] or [b, 3, s] → [3, b, s] of the full sequence: mRoPE cuts the part of a context parallel rank itself."""
-    positions = batch["position_ids"]
-    if positions.dim() == 2:  # text: time, height and width are one
-        positions = positions.unsqueeze(1).expand(-1, 3, -1)
-    return positions.transpose(0, 1).to(torch.cuda.current_device(), non_blocking=True)
-
-
-def model_attribute(model: torch.nn.Module, name: str) -> Any:
-    """An attribute of the model inside mcore's wrappers."""
-    return get_attr_wrapped_model(model, name)
 
 
 def _no_loss(output: torch.Tensor) -> Any:
@@ -221,30 +191,3 @@ def evaluating(state: TrainState) -> Generator[None]:
         finally:
             for chunk, mode in zip(state.chunks, training, strict=True):
                 chunk.train(mode)
-
-
-def forward_backward(
-    state: TrainState, batches: Microbatches, forward_step: ForwardStep, *, forward_only: bool
-) -> list[Report]:
-    """Run mcore's schedule; returns the reports of the microbatches, empty but on the last pipeline stage."""
-    config, groups, pp = state.config, state.groups, state.groups.pp.size()
-    vpp = config.virtual_pipeline_model_parallel_size
-    if vpp is not None and batches.count % pp:
-        raise ValueError(
-            f"num_microbatches ({batches.count}) is not a multiple of pipeline_model_parallel_size ({pp}), which "
-            f"virtual_pipeline_model_parallel_size ({vpp}) needs: change global_batch_size or micro_batch_size"
-        )
-    iterators = batches.iterators(len(state.chunks))
-    schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=vpp)
-    with exact_token_count(config, forward_step) as counting_step:
-        return schedule(
-            forward_step_func=counting_step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=state.chunks if len(state.chunks) > 1 else state.chunks[0],
-            num_microbatches=batches.count,
-            seq_length=batches.seq_length,
-            micro_batch_size=batches.micro_batch_size,
-            forward_only=forward_only,
-            p2p_communicator=P2PCommunicator(groups.pp, config) if pp > 1 else None,
-            pg_collection=groups,
-        )

@@ -1,5 +1,6 @@
 """On GPUs, with Transformer Engine or without, whichever is installed: the same promises as on the CPU."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ranks import RankError, run_ranks
 from small import small_config, small_state, text_loader, train
 
 import minloop
+from minloop.layers.weight_gradient import accumulate_weight_gradient
 
 pytestmark = pytest.mark.gpu
 SHARDED = {"use_distributed_optimizer": True}
@@ -134,6 +136,59 @@ def test_local_layers_read_the_default_layers_checkpoint(tmp_path: Path) -> None
     run_ranks(1, save_initial, str(tmp_path), {})
     default, local = (run_ranks(1, logits, str(tmp_path), o)[0] for o in ({}, {"transformer_impl": "local"}))
     assert torch.allclose(default, local, atol=1e-5)
+
+
+GRAPH = {"cuda_graph_impl": "full_iteration", "bf16": True}
+
+
+@pytest.mark.parametrize("options", [{}, {"ddp": SHARDED}], ids=["DDP", "ZeRO-1"])
+def test_a_graph_trains_as_launches_do(tmp_path: Path, options: dict[str, Any]) -> None:
+    """And a checkpoint of a run in the midst of its replays is resumed bit for bit."""
+    needs(1)
+    options = GRAPH | options
+    run_ranks(1, save_initial, str(tmp_path), options)
+    graphs = run_ranks(1, run, str(tmp_path), options, 9)
+    launches = run_ranks(1, run, str(tmp_path), options | {"cuda_graph_impl": "none"}, 9)
+    assert graphs == launches
+    first = run_ranks(1, run, str(tmp_path), options, 5, save=True)
+    second = run_ranks(1, run, str(tmp_path), options, 4)
+    assert [a + b for a, b in zip(first, second, strict=True)] == graphs
+
+
+def test_a_graph_on_two_gpus_is_refused(tmp_path: Path) -> None:
+    needs(2)
+    with pytest.raises(RankError, match="'full_iteration' on more than one GPU"):
+        run_ranks(2, save_initial, str(tmp_path), GRAPH)
+
+
+def weight_gradients() -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, dy = (torch.randn(512, n, generator=generator, device="cuda", dtype=torch.bfloat16) for n in (256, 128))
+    start = torch.randn(128, 256, generator=generator, device="cuda")
+    results = {"exact": (start.double() + dy.double().t() @ x.double()).float()}
+    accumulate_weight_gradient(x, dy, ours := start.clone())
+    results["torch"] = ours
+    with contextlib.suppress(ImportError):
+        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]  # apex's, where it is installed
+
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, dy, apex := start.clone())
+        results["apex"] = apex
+    with contextlib.suppress(ImportError):
+        from transformer_engine.pytorch import Linear
+
+        linear: Any = Linear(256, 128, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
+        linear.weight.main_grad = start.clone()
+        linear(x, is_first_microbatch=None).backward(dy)
+        results["Transformer Engine"] = linear.weight.main_grad
+    return {name: value.cpu() for name, value in results.items()}
+
+
+def test_all_fused_weight_gradients_agree() -> None:
+    needs(1)
+    (results,) = run_ranks(1, weight_gradients)
+    exact = results.pop("exact")
+    for name, value in results.items():
+        assert (value - exact).norm() <= 1e-5 * exact.norm(), name
 
 
 def share_a_gpu() -> None:

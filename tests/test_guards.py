@@ -17,8 +17,10 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 
 # A stage may import those before it, never those after it; minloop/__init__.py comes after all.
 STAGES = """
-messages cpu determinism expert_checks memory_checks checks config distributed layers architecture model hybrid_pattern
-hybrid data_parallel optimizer moe state data losses microbatches step metrics inference checkpoint sameness
+messages cpu determinism spelling context_parallel_checks expert_checks graph_checks
+memory_checks checks config distributed layers
+architecture model hybrid_pattern hybrid cuda_graph data_parallel optimizer moe state data losses microbatches
+placement schedule step flops metrics garbage inference checkpoint sameness
 """.split()
 
 MAX_FILE_LINES = 250
@@ -37,10 +39,10 @@ Batch Difference DistributedDataParallelConfig GPTDatasetConfig LayoutRecord Loa
 OptimizerConfig ProcessGroupCollection StepMetrics TrainState TransformerConfig build_byte_tokenizer build_config
 build_dataset_config build_ddp_config build_gpt_datasets build_gpt_model build_hybrid_model build_loader
 build_mock_loader build_model build_optimizer build_optimizer_config build_scheduler check_replicas compare_layouts
-compare_records cpu_backend eval_step expert_load first_difference forward_logits full_gradients full_weights
-gathered_parameters gpt_forward_step gpt_provider hybrid_provider init_distributed is_first_rank latest_checkpoint
-load_checkpoint log_line num_microbatches record_layout replace_layout save_checkpoint seed_ranks shutdown_distributed
-token_loss train_step wrap_ddp write_indexed
+compare_records cpu_backend eval_step expert_load first_difference flops_per_token forward_logits full_gradients
+full_weights gathered_parameters gpt_forward_step gpt_provider hybrid_provider init_distributed is_first_rank
+latest_checkpoint load_checkpoint log_line manual_gc num_microbatches peak_tflops record_layout replace_layout
+save_checkpoint seed_ranks shutdown_distributed token_loss train_step wrap_ddp write_indexed
 """.split()
 
 

@@ -13,8 +13,9 @@ from minloop.data import Batch, num_microbatches
 from minloop.distributed import shutdown_distributed
 from minloop.sameness.full_tensors import from_first_rank
 from minloop.sameness.record import LayoutRecord, record_layout
+from minloop.schedule import ForwardStep
 from minloop.state import TrainState
-from minloop.step import ForwardStep, gpt_forward_step
+from minloop.step import gpt_forward_step
 
 TINY = 1e-30
 _PARTIAL = "with sequence_parallel finalize_model_grads sums it over tensor parallel ranks"

@@ -18,8 +18,9 @@ from minloop.layers.context_parallel import gather_sequence
 from minloop.losses import reduce_reports
 from minloop.microbatches import Microbatches
 from minloop.sameness.full_tensors import full_gradients, gather_objects, sharded_parameters
+from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState
-from minloop.step import ForwardStep, evaluating, forward_backward, gpt_forward_step
+from minloop.step import evaluating, gpt_forward_step
 
 
 @dataclass

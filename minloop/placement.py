@@ -1,0 +1,46 @@
+"""A batch on its way to a GPT: checked, cut to this context parallel rank's part, copied to the device."""
+
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from minloop.data import Batch, check_token_ids, slice_batch_for_context_parallel, to_device
+
+
+class PlacedBatch(dict[str, torch.Tensor]):
+    """What `place_batch` returns, and leaves as it is when it is given it."""
+
+
+def place_batch(batch: Batch, model: torch.nn.Module) -> PlacedBatch:
+    """Check a batch and return this context parallel rank's part of it, on its device, for a GPT.
+
+    Raises:
+        ValueError: a token id outside the vocabulary, a sequence longer than the position embedding.
+    """
+    if isinstance(batch, PlacedBatch):
+        return batch
+    check_token_ids(batch, model_attribute(model, "vocab_size"))
+    length, positions = batch["tokens"].shape[1], model_attribute(model, "max_sequence_length")
+    kind = model_attribute(model, "position_embedding_type")
+    if kind == "learned_absolute" and length > positions:
+        raise ValueError(
+            f"a sequence of {length} tokens, but max_sequence_length is {positions}: build the model for more"
+        )
+    whole = {"position_ids": _mrope_positions(batch)} if kind == "mrope" else {}
+    batch = {name: value for name, value in batch.items() if name not in whole}
+    batch = slice_batch_for_context_parallel(batch, model_attribute(model, "pg_collection"))
+    return PlacedBatch(to_device(batch, torch.cuda.current_device()) | whole)
+
+
+def _mrope_positions(batch: Batch) -> torch.Tensor:
+    """[b, s] or [b, 3, s] → [3, b, s] of the full sequence: mRoPE cuts the part of a context parallel rank itself."""
+    positions = batch["position_ids"]
+    if positions.dim() == 2:  # text: time, height and width are one
+        positions = positions.unsqueeze(1).expand(-1, 3, -1)
+    return positions.transpose(0, 1).to(torch.cuda.current_device(), non_blocking=True)
+
+
+def model_attribute(model: torch.nn.Module, name: str) -> Any:
+    """An attribute of the model inside mcore's wrappers."""
+    return get_attr_wrapped_model(model, name)

@@ -1,0 +1,114 @@
+"""What benchmarks stand on: words that say a run, the same tokens and weights for all peers, and reading their logs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks are no part of the package
+
+from benchmarks import tokens, weights
+from benchmarks.compare_peers import command_of, read_words, row, run_of, table
+from benchmarks.peers import megatron_lm, plain_torch, torchtitan
+from benchmarks.peers.processes import Result
+from benchmarks.shapes import SHAPES, read_run
+
+LINE = (
+    " [2026-11-30 02:38:53.82] iteration {i:8d}/       6 | consumed samples:            2 | elapsed time per iteration "
+    "(ms): {ms:.1f} | learning rate: 1.000000E-04 | global batch size:     2 | lm loss: {loss:.6E} | loss scale: 1.0 |"
+)
+TITAN = "[titan] INFO - step: {i:2}  loss: {loss:8.5f}  grad_norm:  2.1  memory:  1.0GiB(0.00%)  tps: {tps:,}  mfu: 0"
+PEAK = json.dumps({"peak_memory_gib": 1.5, "versions": {"torch": "2"}})
+
+
+def test_a_run_is_what_its_words_say() -> None:
+    run = read_run(["C", "gpus=2", "global_batch_size=4", "wgrad_fusion=off"])
+    assert (run.shape.num_layers, run.gpus, run.shape.num_microbatches(2)) == (16, 2, 2)
+    assert run.options == {"wgrad_fusion": "off"}
+    assert read_run(run.words) == run
+    with pytest.raises(ValueError, match="multiple of micro_batch_size"):
+        run.shape.num_microbatches(3)
+    with pytest.raises(ValueError, match="no such peer: megatron"):
+        read_words(["C", "megatron"])
+    with pytest.raises(ValueError, match="steps=5 leave no window"):
+        read_words(["C", "steps=5"])
+
+
+def test_a_switch_reaches_its_peer_alone() -> None:
+    run = read_run(["tiny", "megatron_lm.wgrad_fusion=off", "plain_torch.compile=off"])
+    assert run_of("megatron_lm", run).options == {"wgrad_fusion": "off"}
+    assert command_of("minloop", run_of("minloop", run))[0][-4:] == run_of("minloop", run).words
+    with pytest.raises(ValueError, match="no switch wgrad_fusion; there are compile"):
+        plain_torch.command(read_run(["tiny", "wgrad_fusion=off"]))
+
+
+def test_ranks_read_a_step_as_the_sampler_of_megatron_core_deals_it() -> None:
+    shape = read_run(["tiny", "global_batch_size=8", "micro_batch_size=2"]).shape
+    dataset = tokens.TokenDataset(shape, 100)
+    first = [[int(dataset[i]["tokens"][0]) for i in range(a, a + 2)] for a in (8, 12)]  # rank 0 of 2, step 1
+    assert [text[:, 0].tolist() for text in tokens.microbatches(shape, 1, 0, 2)] == first
+    assert torch.equal(dataset[3]["labels"][:-1], dataset[3]["tokens"][1:])
+    assert int(tokens.batch(shape, 0).max()) < shape.vocab_size
+
+
+def test_peers_start_from_the_same_weights() -> None:
+    shape, cpu = SHAPES["tiny"], torch.device("cpu")
+    q, k, v = (weights.draw(f"model.layers.1.self_attn.{kind}_proj.weight", shape, cpu) for kind in "qkv")
+    qkv = weights.megatron_core(shape)("module.decoder.layers.1.self_attention.linear_qkv.weight", cpu)
+    second_group = qkv.view(shape.num_query_groups, -1, shape.hidden_size)[1]
+    torch.testing.assert_close(second_group, torch.cat([q[32:], k[16:], v[16:]]), rtol=0, atol=0)
+    wq = weights.torchtitan(shape)("layers.1._orig_mod.attention.wq.weight", cpu)  # pairs (0, 1) are (0, 8) of 16 here
+    torch.testing.assert_close(wq[:4], q[[0, 8, 1, 9]], rtol=0, atol=0)
+    assert q.std().item() == pytest.approx(weights.STD, rel=0.1)
+    assert not torch.equal(q, weights.draw("model.layers.0.self_attn.q_proj.weight", shape, cpu))
+    model = plain_torch.Llama(shape)
+    weights.fill(model.named_parameters(), weights.llama(shape))
+    torch.testing.assert_close(
+        model.model.layers[1].get_parameter("self_attn.k_proj.weight").detach(), k, rtol=0, atol=0
+    )
+
+
+def test_megatron_lm_is_told_the_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = megatron_lm.arguments(read_run(["C", "steps=7"]))
+    assert {"--num-query-groups=8", "--global-batch-size=16", "--train-iters=7", "--rotary-base=500000"} <= set(given)
+    assert "--use-distributed-optimizer" not in given
+    assert "--overlap-grad-reduce" in megatron_lm.arguments(read_run(["D", "gpus=2"]))
+    monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"MEGATRON_LM is .* pretrain_gpt.py"):
+        megatron_lm.command(read_run(["C"]))
+    (tmp_path / "pretrain_gpt.py").touch()
+    command, needs = megatron_lm.command(read_run(["C", "gpus=2"]))
+    assert command[-4:] == ["C", "gpus=2", "steps=12", "window=1"]
+    assert needs["PYTHONPATH"] == str(tmp_path)
+
+
+def test_megatron_lm_log() -> None:
+    """The second line's means are over both steps, as Megatron-LM prints them."""
+    lines = [LINE.format(i=i, ms=ms, loss=loss) for i, ms, loss in ((1, 478.0, 5.5), (2, 250.0, 5.25), (3, 20.0, 4.75))]
+    result = megatron_lm.parse("\n".join([*lines, PEAK]), read_run(["tiny"]))
+    assert result == Result([478.0, 22.0, 20.0], [5.5, 5.0, 4.75], 1.5, {"torch": "2"})
+    assert megatron_lm.parse("\n".join([*lines, PEAK]), read_run(["tiny", "window=3"])).step_ms == [20.0]
+    with pytest.raises(RuntimeError, match="no line of an iteration"):
+        megatron_lm.parse("Killed", read_run(["tiny"]))
+
+
+def test_torchtitan_log() -> None:
+    log = "\n".join([TITAN.format(i=1, loss=5.5, tps=64), TITAN.format(i=2, loss=5.25, tps=6400), PEAK])
+    result = torchtitan.parse(log, read_run(["tiny"]))  # 64 tokens a step
+    assert result == Result([1000.0, 10.0], [5.5, 5.25], 1.5, {"torch": "2"})
+
+
+def test_rows_compare_after_the_warm_up() -> None:
+    asked = read_words(["tiny", "minloop", "torchtitan", "warmup=1", "steps=3"])
+    asked.results["minloop"] = [
+        Result([900.0, 10.0, 10.0], [3.0, 2.5, 2.0], 1.0),
+        Result([900.0, 10.0, 12.0], [3.0], 1.2),
+    ]
+    asked.results["torchtitan"] = [Result([900.0, 20.0, 20.0], [3.0, 2.5, 2.5], 2.0)]
+    own, other = table(asked)
+    assert (own["median_ms"], own["p90_ms"], own["peak_memory_gib"]) == (10.0, 12.0, 1.2)
+    assert own["tokens_per_s_per_gpu"] == 6400
+    assert (other["ratio_to_peer"], other["last_loss_difference"]) == (2.0, pytest.approx(-0.2))
+    assert row("minloop", asked)["first_step_ms"] == 900.0
