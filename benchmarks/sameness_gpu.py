@@ -12,6 +12,7 @@ global batches, relative; "of_spread" is a layout's worst difference over the sp
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
@@ -116,6 +117,21 @@ def worst(history, reference):
     }
 
 
+def add(result, name, ranks, outcomes, runs):
+    """Add a row's cells, and write what there is."""
+    for architecture, outcome in outcomes.items():
+        cell = {"layout": name, "architecture": architecture, "ranks": ranks}
+        if isinstance(outcome, str):
+            cell["refused"] = outcome
+        else:
+            spread = result["spread_on_one_gpu"][architecture]
+            cell |= worst(outcome, runs[architecture][0])
+            cell["of_spread"] = max(cell[key] / spread[key] for key in ("loss", "grad_norm"))
+        result["cells"].append(cell)
+        print(cell, flush=True)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main():
     result = {
         "torch": torch.__version__,
@@ -135,17 +151,10 @@ def main():
         result |= {"losses_on_one_gpu": {name: [loss for loss, _ in straight] for name, (straight, _) in runs.items()}}
         result |= {"spread_on_one_gpu": spread, "cells": []}
         print(json.dumps(spread, indent=1), flush=True)
-        for name, (ranks, options) in LAYOUTS.items():
-            for architecture, outcome in run_ranks(ranks, row, directory, options, timeout=300)[0].items():
-                cell = {"layout": name, "architecture": architecture, "ranks": ranks}
-                if isinstance(outcome, str):
-                    cell["refused"] = outcome
-                else:
-                    cell |= worst(outcome, runs[architecture][0])
-                    cell["of_spread"] = max(cell[key] / spread[architecture][key] for key in ("loss", "grad_norm"))
-                result["cells"].append(cell)
-                print(cell, flush=True)
-            RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        with ThreadPoolExecutor(4) as pool:  # a row waits for the host more than for the GPUs
+            rows = pool.map(lambda case: run_ranks(case[0], row, directory, case[1], timeout=500)[0], LAYOUTS.values())
+            for (name, (ranks, _)), outcomes in zip(LAYOUTS.items(), rows, strict=True):
+                add(result, name, ranks, outcomes, runs)
     result["gpu"] = torch.cuda.get_device_name()
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     ratios = [cell["of_spread"] for cell in result["cells"] if "of_spread" in cell]

@@ -1,0 +1,200 @@
+"""How many tokens per second does minloop train?  One shape of shapes.py, as the words after it say.
+
+    PYTHONPATH=$PWD python -m torch.distributed.run --nproc-per-node 1 benchmarks/throughput.py C steps=20
+    PYTHONPATH=$PWD python -m torch.distributed.run --nproc-per-node 2 benchmarks/throughput.py C gpus=2 \\
+        tensor_model_parallel_size=2 sequence_parallel=True
+
+Words `name=value` are counts and fields of the shape (see shapes.read_run); `warmup=5` steps that do not count;
+`profile=FILE`, where kernels, launches and waits of one more step are listed; and fields of mcore's TransformerConfig,
+DistributedDataParallelConfig and OptimizerConfig, by their names, in the place of those that minloop chooses. What is
+set here by hand is in SETTINGS; the rest is what minloop's build functions choose.
+
+Prints the rate, then a line of JSON with the time of each window and its loss, which compare_peers.py reads.
+"""
+
+import ast
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+
+import minloop
+from benchmarks import weights
+from benchmarks.shapes import Run, read_run
+from benchmarks.tokens import microbatches
+
+SETTINGS: dict[str, Any] = {
+    "bf16": True,
+    "fused_single_qkv_rope": True,  # of a model with RoPE and no norm of queries and keys, never of packed sequences
+    "lr": 1e-4,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.0,
+    "clip_grad": 1.0,
+    "use_distributed_optimizer": True,
+    "check_for_nan_in_grad": False,
+}
+OF_SHAPE: dict[str, dict[str, Any]] = {"A": {"cuda_graph_impl": "full_iteration"}}  # bound by launches
+
+
+def build(run: Run) -> minloop.TrainState:
+    """The state of one run, from the benchmark's weights where there is one tensor and pipeline rank."""
+    given = {name: read(value) for name, value in run.options.items() if name not in ("warmup", "profile")}
+    settings = run.shape.transformer_fields() | SETTINGS | OF_SHAPE.get(run.shape.name, {}) | given
+    if not torch.cuda.is_available():
+        settings.pop("fused_single_qkv_rope")
+
+    def of(kind: type[Any]) -> dict[str, Any]:
+        return {f.name: settings[f.name] for f in dataclasses.fields(kind) if f.name in settings}
+
+    known = of(minloop.TransformerConfig) | of(minloop.OptimizerConfig) | of(minloop.DistributedDataParallelConfig)
+    if unknown := settings.keys() - known.keys():
+        raise ValueError(f"no field of mcore's configs: {', '.join(sorted(unknown))}")
+    config = minloop.build_config(**of(minloop.TransformerConfig))
+    groups = minloop.init_distributed(config, seed=1)
+    chunks = minloop.build_gpt_model(
+        config,
+        groups,
+        vocab_size=run.shape.vocab_size,
+        max_sequence_length=run.shape.sequence_length,
+        position_embedding_type="rope",
+        rotary_base=run.shape.rotary_base,
+        share_embeddings_and_output_weights=False,
+    )
+    if config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1:
+        for chunk in chunks:
+            weights.fill(chunk.named_parameters(), weights.megatron_core(run.shape))
+    ddp_config = minloop.build_ddp_config(config, **of(minloop.DistributedDataParallelConfig))
+    chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
+    optimizer_fields = {name: value for name, value in of(minloop.OptimizerConfig).items() if name != "bf16"}
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, **optimizer_fields)
+    return minloop.TrainState(chunks, minloop.build_optimizer(chunks, optimizer_config, groups), None, config, groups)
+
+
+def read(word: str) -> Any:
+    try:
+        return ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word
+
+
+def batches(run: Run, state: minloop.TrainState, steps: int) -> Iterator[minloop.Batch]:
+    """This data parallel rank's microbatches of all steps, made beforehand, in pinned memory if there is a GPU."""
+    place = torch.Tensor.pin_memory if torch.cuda.is_available() else lambda tensor: tensor
+    made: list[minloop.Batch] = []
+    for step in range(steps):
+        for text in microbatches(run.shape, step, state.groups.dp.rank(), state.groups.dp.size()):
+            length = text.shape[1] - 1
+            batch = {
+                "tokens": text[:, :-1].contiguous(),
+                "labels": text[:, 1:].contiguous(),
+                "loss_mask": torch.ones(len(text), length),
+                "position_ids": torch.arange(length).expand(len(text), -1).contiguous(),
+            }
+            made.append({name: place(value) for name, value in batch.items()})
+    return iter(made)
+
+
+def train(run: Run, state: minloop.TrainState, data: Iterator[minloop.Batch]) -> tuple[list[float], list[float]]:
+    """Milliseconds per step, and mean loss, of each window. The GPU is waited for at their edges alone."""
+    count = run.shape.num_microbatches(state.groups.dp.size())
+    step_ms, losses, window = [], [], torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with minloop.manual_gc():
+        for step in range(1, run.steps + 1):
+            window += minloop.train_step(state, data, num_microbatches=count).loss
+            if step % run.window == 0:
+                torch.cuda.synchronize()
+                end = time.perf_counter()
+                step_ms.append((end - begin) * 1000 / run.window)
+                losses.append(window.item() / run.window)
+                window.zero_()
+                begin = time.perf_counter()
+    return step_ms, losses
+
+
+def product_rate(seconds: float = 0.5) -> float:
+    """TFLOP/s of a bf16 product of 8192 × 8192 random matrices: what the chip gives now, as warm as it is."""
+    if not torch.cuda.is_available():
+        return 0.0
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times: list[float] = []
+    while sum(times) < seconds:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(20):
+            a @ b
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return 20 * 2 * 8192**3 / statistics.median(times) / 1e12
+
+
+def report(run: Run, config: minloop.TransformerConfig, ms: float, products: tuple[float, float]) -> str:
+    sizes = {"vocab_size": run.shape.vocab_size, "sequence_length": run.shape.sequence_length}
+    rate = run.shape.tokens_per_step / run.gpus / ms * 1000
+    chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    peak = minloop.peak_tflops(chip, torch.bfloat16)
+    lines = [f"{run.shape.name} on {run.gpus} × {chip}: {rate:,.0f} tokens/s per GPU, {ms:.2f} ms a step"]
+    for name, causal in (("causal", True), ("full", False)):
+        tflops = rate * minloop.flops_per_token(config, **sizes, causal=causal) / 1e12
+        shares = [f"{tflops / peak:.1%} of the datasheet's {peak:.0f}"] if peak else []
+        shares += [
+            f"{tflops / p:.1%} of a product {when} it ({p:.0f})"
+            for when, p in zip(("before", "after"), products, strict=True)
+            if p
+        ]
+        lines.append(f"  {name} attention: {tflops:.1f} TFLOP/s, {', '.join(shares)}")
+    return "\n".join(lines)
+
+
+def profile(state: minloop.TrainState, data: Iterator[minloop.Batch], count: int, file: str) -> None:
+    """One step's kernels by time, and what the host launched and waited for."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        minloop.train_step(state, data, num_microbatches=count)
+        torch.cuda.synchronize()
+    events: list[Any] = [*profiler.key_averages()]
+    kernels = sorted((e for e in events if e.device_type.name == "CUDA"), key=lambda e: -e.self_device_time_total)
+    host = [e for e in events if e.key.startswith(("cuda", "cu", "aten::item", "aten::copy_"))]
+    with open(file, "w") as out:
+        total = sum(e.self_device_time_total for e in kernels)
+        print(f"{total / 1000:.2f} ms of kernels, {sum(e.count for e in kernels)} of them", file=out)
+        for e in kernels:
+            print(f"{e.self_device_time_total / 1000:10.3f} ms {e.count:6d} × {e.key[:150]}", file=out)
+        for e in sorted(host, key=lambda e: -e.count):
+            print(f"host: {e.count:6d} × {e.key}, {e.self_cpu_time_total / 1000:.2f} ms", file=out)
+
+
+def main(words: list[str]) -> None:
+    run = read_run(words)
+    warmup = int(run.options.get("warmup", 5))
+    before = product_rate()
+    state = build(run)
+    data = batches(run, state, run.steps + 1)
+    step_ms, losses = train(run, state, data)
+    timed = step_ms[-(-warmup // run.window) :] or step_ms[-1:]
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    first = minloop.is_first_rank(state.groups)
+    if file := run.options.get("profile"):
+        profile(state, data, run.shape.num_microbatches(state.groups.dp.size()), file if first else os.devnull)
+    config = state.config
+    minloop.shutdown_distributed()
+    if first:
+        del state
+        torch.cuda.empty_cache()
+        print(report(run, config, statistics.median(timed), (before, product_rate())))
+        versions = {name: metadata.version(name) for name in ("torch", "megatron-core")}
+        versions |= {"transformer-engine": metadata.version("transformer-engine")} if torch.cuda.is_available() else {}
+        result = {"step_ms": step_ms, "losses": losses, "peak_memory_gib": peak, "versions": versions}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
