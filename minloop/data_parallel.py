@@ -40,8 +40,8 @@ def wrap_ddp(
     capture = get_model_config(chunks[0]).cuda_graph_impl == "full_iteration" and torch.cuda.is_available()
     if capture and any(group.size() > 1 for group in (groups.dp, groups.tp, groups.cp, groups.pp)):
         raise ValueError(
-            "cuda_graph_impl='full_iteration' on more than one GPU: a replayed graph with NCCL's collectives in it fails "
-            "with an illegal memory access; set cuda_graph_impl='none'"
+            "cuda_graph_impl='full_iteration' on more than one GPU: a replayed graph with NCCL's collectives in it has "
+            "failed with an illegal memory access; set cuda_graph_impl='none'"
         )
     wrapped: list[DistributedDataParallel] = []
     for index, chunk in enumerate(chunks):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +170,12 @@ def weight_gradients() -> dict[str, torch.Tensor]:
     accumulate_weight_gradient(x, dy, ours := start.clone())
     results["torch"] = ours
     with contextlib.suppress(ImportError):
-        import fused_weight_gradient_mlp_cuda  # type: ignore[import-not-found]  # apex's, where it is installed
-
-        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, dy, apex := start.clone())
-        results["apex"] = apex
+        apex: Any = import_module("fused_weight_gradient_mlp_cuda")
+        apex.wgrad_gemm_accum_fp32(x, dy, theirs := start.clone())
+        results["apex"] = theirs
     with contextlib.suppress(ImportError):
-        from transformer_engine.pytorch import Linear
-
-        linear: Any = Linear(256, 128, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
+        te: Any = import_module("transformer_engine.pytorch")
+        linear = te.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
         linear.weight.main_grad = start.clone()
         linear(x, is_first_microbatch=None).backward(dy)
         results["Transformer Engine"] = linear.weight.main_grad
