@@ -6,7 +6,7 @@ own wrapper (megatron/core/full_cuda_graph.py) keeps its graph in the class, one
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_all_rng_states
 
 Batches = Sequence[dict[str, torch.Tensor]]
-Run = Callable[[list[Iterator[Any]]], list[Any]]
+Run = Callable[[Batches], list[Any]]
 
 
 @dataclass
@@ -48,11 +48,11 @@ class StepGraphs:
     def __init__(self) -> None:
         self._captured: dict[Any, _Captured] = {}
 
-    def run(self, run: Run, forward_step: Any, batches: Batches, chunks: int, warmup_steps: int) -> list[Any]:
+    def run(self, run: Run, forward_step: Any, batches: Batches, warmup_steps: int) -> list[Any]:
         """Run a step: by launches on the first `warmup_steps` of its form, then capture it, then replay.
 
         Args:
-            run: forward and backward, given one iterator over batches per model chunk. It may not wait for the GPU.
+            run: forward and backward of these microbatches. It may not wait for the GPU.
             batches: the microbatches, dicts of tensors on the device.
         Returns:
             What `run` returned. Its tensors are overwritten by the next step.
@@ -62,9 +62,9 @@ class StepGraphs:
         step.steps += 1
         if step.steps <= warmup_steps:
             with on_capture_stream():
-                return run([iter(batches) for _ in range(chunks)])
+                return run(batches)
         if step.graph is None:
-            self._capture(step, run, batches, chunks)
+            self._capture(step, run, batches)
         for buffers, batch in zip(step.inputs, batches, strict=True):
             for name, buffer in buffers.items():
                 buffer.copy_(batch[name])
@@ -72,7 +72,7 @@ class StepGraphs:
         step.graph.replay()
         return step.reports
 
-    def _capture(self, step: _Captured, run: Run, batches: Batches, chunks: int) -> None:
+    def _capture(self, step: _Captured, run: Run, batches: Batches) -> None:
         step.inputs = [type(batch)((name, value.clone()) for name, value in batch.items()) for batch in batches]
         graph = torch.cuda.CUDAGraph()
         states: dict[str, Any] = get_all_rng_states() or {}
@@ -81,5 +81,5 @@ class StepGraphs:
         torch.cuda.synchronize()
         # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
         with torch.cuda.graph(graph, stream=_capture_stream(), capture_error_mode="thread_local"):
-            step.reports = run([iter(step.inputs) for _ in range(chunks)])
+            step.reports = run(step.inputs)
         step.graph = graph

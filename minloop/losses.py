@@ -36,15 +36,19 @@ def token_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Ten
 
 @contextlib.contextmanager
 def exact_token_count(
-    config: TransformerConfig, forward_step: Callable[..., Any]
+    config: TransformerConfig, forward_step: Callable[..., Any], known: torch.Tensor | None = None
 ) -> Generator[Callable[..., tuple[torch.Tensor, LossFunction]]]:
     """While inside, gradients are divided by the very number of tokens, at least 1, that the loss functions return.
 
     mcore's schedules add up integers. Yields the forward step to give to the schedule, whose loss functions count in
-    float64 what `config.finalize_model_grads_func` then gets.
+    float64.
+
+    Args:
+        known: that number for the global batch, 0-d float64, if it is known: then the losses are divided by it, which
+            spares a pass over all gradients.
     """
     tokens = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-    finalize = config.finalize_model_grads_func
+    finalize, scale = config.finalize_model_grads_func, config.grad_scale_func
 
     def counting_step(*args: Any, **options: Any) -> tuple[torch.Tensor, LossFunction]:
         output, loss_function = forward_step(*args, **options)
@@ -53,14 +57,17 @@ def exact_token_count(
     def finalize_by_tokens(model: Any, num_tokens: torch.Tensor | None = None, **options: Any) -> None:
         if finalize is not None:
             finalize(model, None, **options)
-            if num_tokens is not None:
+            if num_tokens is not None and known is None:
                 _divide_gradients(model, tokens, options["pg_collection"])
 
     config.finalize_model_grads_func = finalize_by_tokens
+    if known is not None:
+        share = known.clamp(min=1).reciprocal().float()
+        config.grad_scale_func = lambda loss: (loss if scale is None else scale(loss)) * share
     try:
         yield counting_step
     finally:
-        config.finalize_model_grads_func = finalize
+        config.finalize_model_grads_func, config.grad_scale_func = finalize, scale
 
 
 def _divide_gradients(chunks: list[Any], tokens: torch.Tensor, groups: ProcessGroupCollection) -> None:

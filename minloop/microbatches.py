@@ -1,12 +1,12 @@
 """The microbatches of one step, as mcore's schedules want them."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 
 class Microbatches:
-    """The next microbatches of a step: their shape, read off the first, and one iterator for each model chunk."""
+    """The next microbatches of a step, and their shape, read off the first."""
 
     def __init__(
         self, data: Iterable[Any], count: int, micro_batch_size: int | None = None, seq_length: int | None = None
@@ -31,7 +31,9 @@ class Microbatches:
                 f"the data ended: it held {index} of the {self.count} microbatches of this step"
             ) from None
 
-    def _take(self) -> Iterator[Any]:
+    def take(self) -> list[Any]:
+        """All of them, read before the step begins: data that ends or does not fit stops nothing half-way."""
+        taken: list[Any] = []
         for index in range(self.count):
             batch = self._next(index)
             if self._from_batch and (shape := tuple(batch["tokens"].shape)) != (self.micro_batch_size, self.seq_length):
@@ -40,8 +42,5 @@ class Microbatches:
                     f"{self.seq_length}]: a step's microbatches must be of one shape on all ranks (drop_last=True), or "
                     "give micro_batch_size and seq_length to train_step and set variable_seq_lengths=True"
                 )
-            yield batch
-
-    def iterators(self, chunks: int) -> list[Iterator[Any]]:
-        """One iterator per chunk, all over the same batches: each virtual stage sees every microbatch."""
-        return list(itertools.tee(self._take(), chunks))
+            taken.append(batch)
+        return taken

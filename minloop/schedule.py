@@ -1,57 +1,96 @@
 """Forward and backward over the microbatches of a step: mcore's schedules, by launches or as one CUDA graph."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from minloop.data import to_device
 from minloop.losses import LossFunction, Report, exact_token_count
 from minloop.microbatches import Microbatches
-from minloop.placement import place_batch
+from minloop.placement import PlacedBatch, place_batch
 from minloop.state import TrainState
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, LossFunction]]
 
 
 def forward_backward(
-    state: TrainState, batches: Microbatches, forward_step: ForwardStep, *, forward_only: bool
+    state: TrainState,
+    batches: Microbatches,
+    forward_step: ForwardStep,
+    *,
+    forward_only: bool,
+    counts_loss_mask: bool = False,
 ) -> list[Report]:
-    """Run mcore's schedule; returns the reports of the microbatches, empty but on the last pipeline stage."""
-    config, groups, pp = state.config, state.groups, state.groups.pp.size()
+    """Run mcore's schedule over the microbatches; gradients are then those of the mean over the tokens that count.
+
+    Args:
+        counts_loss_mask: the loss functions count the tokens by the batches' ``loss_mask``. So the number is known
+            beforehand and losses are divided by it, not all gradients when they are there.
+    Returns:
+        The reports of the microbatches; empty but on the last pipeline stage.
+    """
+    _check_count(state, batches.count)
+    config, taken = state.config, batches.take()
+    # fp16 has no room for gradients that small; its loss scale would have to be larger by the number of tokens.
+    ahead = counts_loss_mask and config.calculate_per_token_loss and not (forward_only or config.fp16)
+
+    def run(taken: Sequence[Any]) -> list[Report]:
+        tokens = _tokens_ahead(taken, state.groups) if ahead else None
+        with exact_token_count(config, forward_step, tokens) as counting_step:
+            return _run_schedule(state, batches, taken, counting_step, forward_only)
+
+    if config.cuda_graph_impl != "full_iteration" or forward_only or not torch.cuda.is_available():
+        return run(taken)
+    model = state.chunks[0]
+    is_gpt = isinstance(get_attr_wrapped_model(model, "pre_process", return_model_obj=True), LanguageModule)
+    place = partial(place_batch, model=model) if is_gpt else partial(to_device, device=torch.cuda.current_device())
+    placed = [place(batch) for batch in taken]
+    return state.graphs.run(run, forward_step, placed, config.cuda_graph_warmup_steps)
+
+
+def _check_count(state: TrainState, count: int) -> None:
+    config, pp = state.config, state.groups.pp.size()
     vpp, group = config.virtual_pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage or pp
-    if vpp is not None and not (group <= batches.count and batches.count % group in (0, *range(pp, group))):
+    if vpp is not None and not (group <= count and count % group in (0, *range(pp, group))):
         raise ValueError(
-            f"num_microbatches ({batches.count}) cannot be divided into groups of microbatch_group_size_per_vp_stage "
+            f"num_microbatches ({count}) cannot be divided into groups of microbatch_group_size_per_vp_stage "
             f"({group}), the last of at least pipeline_model_parallel_size ({pp}), as "
             f"virtual_pipeline_model_parallel_size ({vpp}) needs: change global_batch_size, micro_batch_size or the "
             "group size"
         )
 
-    def run(iterators: list[Iterator[Any]]) -> list[Report]:
-        schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=vpp)
-        with exact_token_count(config, forward_step) as counting_step:
-            return schedule(
-                forward_step_func=counting_step,
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=state.chunks if len(state.chunks) > 1 else state.chunks[0],
-                num_microbatches=batches.count,
-                seq_length=batches.seq_length,
-                micro_batch_size=batches.micro_batch_size,
-                forward_only=forward_only,
-                p2p_communicator=P2PCommunicator(groups.pp, config) if pp > 1 else None,
-                pg_collection=groups,
-            )
 
-    if config.cuda_graph_impl != "full_iteration" or forward_only or not torch.cuda.is_available():
-        return run(batches.iterators(len(state.chunks)))
-    model = state.chunks[0]
-    is_gpt = isinstance(get_attr_wrapped_model(model, "pre_process", return_model_obj=True), LanguageModule)
-    place = partial(place_batch, model=model) if is_gpt else partial(to_device, device=torch.cuda.current_device())
-    placed = [place(batch) for batch in batches.iterators(1)[0]]
-    return state.graphs.run(run, forward_step, placed, len(state.chunks), config.cuda_graph_warmup_steps)
+def _tokens_ahead(batches: Sequence[Any], groups: ProcessGroupCollection) -> torch.Tensor:
+    """The tokens of the global batch that count, 0-d float64. A placed batch is this context parallel rank's part."""
+    if any("loss_mask" not in batch for batch in batches):
+        raise ValueError("the batch lacks loss_mask: every pipeline stage needs it, see minloop.Batch")
+    tokens = torch.stack([batch["loss_mask"].sum(dtype=torch.float64) for batch in batches]).sum()
+    tokens = tokens.to(torch.cuda.current_device())
+    dist.all_reduce(tokens, group=groups.dp_cp if isinstance(batches[0], PlacedBatch) else groups.dp)
+    return tokens
+
+
+def _run_schedule(
+    state: TrainState, shape: Microbatches, batches: Sequence[Any], forward_step: ForwardStep, forward_only: bool
+) -> list[Report]:
+    config, pp, several = state.config, state.groups.pp.size(), len(state.chunks) > 1
+    schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=config.virtual_pipeline_model_parallel_size)
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in state.chunks] if several else iter(batches),
+        model=state.chunks if several else state.chunks[0],
+        num_microbatches=shape.count,
+        seq_length=shape.seq_length,
+        micro_batch_size=shape.micro_batch_size,
+        forward_only=forward_only,
+        p2p_communicator=P2PCommunicator(state.groups.pp, config) if pp > 1 else None,
+        pg_collection=state.groups,
+    )

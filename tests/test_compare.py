@@ -79,7 +79,9 @@ def test_layouts_that_are_the_same(ranks: int, layout: dict[str, Any], fields: d
 def test_gradients_that_are_not_finalised() -> None:
     first = minloop.first_difference(run_ranks(2, compare, SP, {}, no_finalisation)[0], 1e-6)
     assert first is not None
-    assert first.what.startswith("gradient of embedding")
+    # With sequence parallel what is left out is the sum over the parts of the sequence.
+    assert first.what.startswith("gradient of")
+    assert "norm" in first.what
 
 
 def test_sequence_parts_that_are_not_summed() -> None:

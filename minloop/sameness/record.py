@@ -144,7 +144,13 @@ class _Recorder:
 
 
 def _run(state: TrainState, batches: list[Batch], forward_step: ForwardStep, *, forward_only: bool) -> Any:
-    return forward_backward(state, Microbatches(iter(batches), len(batches)), forward_step, forward_only=forward_only)
+    return forward_backward(
+        state,
+        Microbatches(iter(batches), len(batches)),
+        forward_step,
+        forward_only=forward_only,
+        counts_loss_mask=forward_step is gpt_forward_step,
+    )
 
 
 def _names(batches: list[Batch]) -> list[str]:
