@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule
 from megatron.core.utils import get_model_config
 
+from minloop.advice import say_choices
 from minloop.checks import HOOKS, check_ddp_config
 from minloop.cuda_graph import on_capture_stream
 from minloop.messages import without_log_lines
@@ -34,10 +35,12 @@ def wrap_ddp(
     Raises:
         ValueError: options that exclude each other, see `build_ddp_config`.
     """
-    check_ddp_config(get_model_config(chunks[0]), ddp_config)
+    config = get_model_config(chunks[0])
+    check_ddp_config(config, ddp_config)
+    say_choices(config, ddp_config, groups.dp_cp.size())
     ddp_config = copy.copy(ddp_config)  # DDP writes the bucket size it chose into it
     # A CUDA graph cannot capture what autograd remembers to run on the default stream.
-    capture = get_model_config(chunks[0]).cuda_graph_impl == "full_iteration" and torch.cuda.is_available()
+    capture = config.cuda_graph_impl == "full_iteration" and torch.cuda.is_available()
     if capture and any(group.size() > 1 for group in (groups.dp, groups.tp, groups.cp, groups.pp)):
         raise ValueError(
             "cuda_graph_impl='full_iteration' on more than one GPU: a replayed graph with NCCL's collectives in it has "

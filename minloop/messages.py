@@ -11,12 +11,12 @@ logger = logging.getLogger("minloop")
 _said: set[str] = set()
 
 
-def say_once(message: str) -> None:
-    """Log `message` as a warning of the logger "minloop": on global rank 0 only, once a process."""
+def say_once(message: str, level: int = logging.WARNING) -> None:
+    """Log `message` by the logger "minloop": on global rank 0 only, once a process."""
     first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     if first_rank and message not in _said:
         _said.add(message)
-        logger.warning(message)
+        logger.log(level, message)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 STAGES = """
 messages cpu determinism spelling context_parallel_checks expert_checks graph_checks
 memory_checks checks config distributed layers
-architecture model hybrid_pattern hybrid cuda_graph data_parallel optimizer moe state data losses microbatches
+architecture model hybrid_pattern hybrid cuda_graph advice data_parallel optimizer moe state data losses microbatches
 placement schedule step flops metrics garbage inference checkpoint sameness
 """.split()
 

@@ -1,0 +1,76 @@
+"""What no config holds: environment variables that decide how fast a GPU trains, and what minloop chose, said once."""
+
+import logging
+import os
+from collections.abc import Mapping
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer import TransformerConfig
+
+from minloop.messages import say_once
+
+BLACKWELL = (10, 0)
+CHOICES = (
+    "transformer_impl",
+    "bias_activation_fusion",
+    "use_te_activation_func",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
+    "gradient_accumulation_fusion",
+    "overlap_p2p_comm",
+    "cuda_graph_impl",
+)
+"""Fields of `TransformerConfig` in which `build_config` may differ from mcore's defaults for the sake of speed."""
+
+
+def environment_advice(
+    config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    *,
+    data_parallel_size: int,
+    capability: tuple[int, int],
+    environment: Mapping[str, str] = os.environ,
+) -> list[str]:
+    """Return what to set before a program starts, for this layout on a GPU of this compute capability; never sets it.
+
+    Sources: Megatron-LM's and Transformer Engine's documentation of these variables.
+
+    Args:
+        data_parallel_size: ranks that share a data parallel group.
+        capability: as of ``torch.cuda.get_device_capability()``, (9, 0) for an H200.
+    """
+    advice: list[str] = []
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if max(tp, cp) > 1 and capability < BLACKWELL and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        advice.append(
+            f"tensor_model_parallel_size ({tp}) or context_parallel_size ({cp}) > 1: start with "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1, or communication is not launched before the products that hide it"
+        )
+    with_te = config.transformer_impl == "transformer_engine"
+    if with_te and data_parallel_size > 1 and ddp_config.overlap_grad_reduce:
+        margins = [f"NVTE_{way}_LAYERNORM_SM_MARGIN" for way in ("FWD", "BWD")]
+        if lacking := [f"{name}=16" for name in margins if name not in environment]:
+            advice.append(
+                f"overlap_grad_reduce=True with {data_parallel_size} data parallel ranks: start with "
+                f"{' '.join(lacking)}, or norms that fill the GPU hold up the communication"
+            )
+    if not with_te:
+        why = "transformer_impl='local' was asked for" if HAVE_TE else "Transformer Engine is not installed"
+        advice.append(f"{why}: mcore's local layers train at a fraction of the speed of Transformer Engine's")
+    return advice
+
+
+def say_choices(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, data_parallel_size: int) -> None:
+    """On a GPU, warn of what costs speed, and log at level INFO what was chosen; each once, on the first rank."""
+    if not torch.cuda.is_available():
+        return
+    capability = torch.cuda.get_device_capability()
+    for line in environment_advice(config, ddp_config, data_parallel_size=data_parallel_size, capability=capability):
+        say_once(line)
+    chosen = [f"{name}={getattr(config, name)}" for name in CHOICES]
+    chosen += [f"{name}={getattr(ddp_config, name)}" for name in ("overlap_grad_reduce", "overlap_param_gather")]
+    say_once(f"training with {', '.join(chosen)}", level=logging.INFO)

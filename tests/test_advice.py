@@ -1,0 +1,55 @@
+"""What is said of the environment, which minloop never sets."""
+
+from typing import Any
+
+import pytest
+
+import minloop
+from minloop.advice import environment_advice
+
+MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "capability", "environment", "said"),
+    [
+        ({}, 1, HOPPER, {}, []),
+        ({"tensor_model_parallel_size": 2}, 1, HOPPER, {}, ["CUDA_DEVICE_MAX_CONNECTIONS=1"]),
+        ({"tensor_model_parallel_size": 2}, 1, HOPPER, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, []),
+        (
+            {"context_parallel_size": 2},
+            2,
+            HOPPER,
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+            ["CUDA_DEVICE_MAX_CONNECTIONS=1"],
+        ),
+        ({"tensor_model_parallel_size": 2}, 1, BLACKWELL, {}, []),
+    ],
+)
+def test_advice_follows_layout_chip_and_environment(
+    fields: dict[str, Any], ranks: int, capability: tuple[int, int], environment: dict[str, str], said: list[str]
+) -> None:
+    config = minloop.build_config(**MODEL, **fields)
+    config.transformer_impl = "transformer_engine"  # which cannot be built without a GPU
+    margins = dict.fromkeys(("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN"), "16")
+    advice = environment_advice(
+        config,
+        minloop.build_ddp_config(config),
+        data_parallel_size=ranks,
+        capability=capability,
+        environment=environment | margins,
+    )
+    assert len(advice) == len(said)
+    assert all(part in line for part, line in zip(said, advice, strict=True))
+
+
+def test_norms_leave_room_for_communication_and_slow_layers_are_named() -> None:
+    config = minloop.build_config(**MODEL)
+    ddp_config = minloop.build_ddp_config(config)
+    (local,) = environment_advice(config, ddp_config, data_parallel_size=2, capability=HOPPER, environment={})
+    assert "Transformer Engine is not installed" in local or "'local' was asked for" in local
+    config.transformer_impl = "transformer_engine"
+    (margins,) = environment_advice(config, ddp_config, data_parallel_size=2, capability=HOPPER, environment={})
+    assert "NVTE_FWD_LAYERNORM_SM_MARGIN=16 NVTE_BWD_LAYERNORM_SM_MARGIN=16" in margins
+    assert not environment_advice(config, ddp_config, data_parallel_size=1, capability=HOPPER, environment={})
