@@ -27,13 +27,13 @@ import torch
 
 import minloop
 from benchmarks import weights
-from benchmarks.shapes import Run, read_run
+from benchmarks.shapes import LEARNING_RATE, Run, read_run
 from benchmarks.tokens import microbatches
 
 SETTINGS: dict[str, Any] = {
     "bf16": True,
     "fused_single_qkv_rope": True,  # of a model with RoPE and no norm of queries and keys, never of packed sequences
-    "lr": 1e-4,
+    "lr": LEARNING_RATE,
     "adam_beta2": 0.95,
     "weight_decay": 0.0,
     "clip_grad": 1.0,

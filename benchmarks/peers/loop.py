@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks import weights
-from benchmarks.shapes import Run
+from benchmarks.shapes import LEARNING_RATE, Run
 from benchmarks.tokens import microbatches
 
 
@@ -73,7 +73,7 @@ def train(run: Run, device: torch.device, model: nn.Module, versions: dict[str, 
     pinned = device.type == "cuda"
     steps = [microbatches(run.shape, step, rank, run.gpus) for step in range(run.steps)]
     steps = [[text.pin_memory() if pinned else text for text in texts] for texts in steps]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     step_ms: list[float] = []
     losses: list[float] = []
     total, begin = torch.zeros((), device=device), synchronized_time(device)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.processes import Result, check_switches, checkout, torchrun
-from benchmarks.shapes import Run, read_run
+from benchmarks.shapes import LEARNING_RATE, Run, read_run
 
 CHECKOUT = ("MEGATRON_LM", "pretrain_gpt.py", "a checkout of NVIDIA/Megatron-LM (core_r0.19.0)")
 
@@ -61,7 +61,7 @@ def arguments(run: Run) -> list[str]:
         "log-interval": run.window,
         "eval-iters": 0,
         "eval-interval": 1_000_000,
-        "lr": 1e-4,
+        "lr": LEARNING_RATE,
         "lr-decay-style": "constant",
         "weight-decay": 0.0,
         "adam-beta1": 0.9,

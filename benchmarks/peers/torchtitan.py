@@ -19,7 +19,7 @@ from importlib import metadata
 from typing import Any
 
 from benchmarks.peers.processes import OVERLAP_FREELY, Result, check_switches, checkout, torchrun
-from benchmarks.shapes import Run, Shape, read_run
+from benchmarks.shapes import LEARNING_RATE, Run, Shape, read_run
 
 CHECKOUT = (
     "TORCHTITAN",
@@ -40,7 +40,7 @@ def arguments(run: Run) -> list[str]:
         "training.steps": run.steps,
         "metrics.log_freq": run.window,
         "optimizer.name": "AdamW",
-        "optimizer.lr": 1e-4,
+        "optimizer.lr": LEARNING_RATE,
         "optimizer.beta1": 0.9,
         "optimizer.beta2": 0.95,
         "optimizer.eps": 1e-8,
