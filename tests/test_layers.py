@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from torch import Tensor
 
 import minloop
 from minloop.layers import TorchDotProductAttention, TorchNorm, with_torch_parts
+from minloop.layers.flash_window import mend_flash_attention
 
 PLACES = [  # device, dtype of the inputs, tolerance
     pytest.param(("cpu", torch.float64, 1e-10), id="cpu"),
@@ -382,3 +384,25 @@ def test_layouts_train_the_same_model(case: str, tmp_path: Path) -> None:
     for layout in layouts:
         for history in run_ranks(2, train_from, str(tmp_path), SHARED[case] | layout):
             torch.testing.assert_close(torch.tensor(history), torch.tensor(expected), rtol=5e-6, atol=0)
+
+
+def test_flash_attention_4_gets_open_windows_in_its_own_word() -> None:
+    seen: list[Any] = []
+
+    def attention(*args: Any, **options: Any) -> None:
+        seen.append((args, options))
+
+    backends = SimpleNamespace(flash_attn_func_v4=attention, _flash_attn_bwd_v4=attention, flash_attn_func_v3=attention)
+    mend_flash_attention(backends)
+    once = backends.flash_attn_func_v4
+    mend_flash_attention(backends)
+    assert backends.flash_attn_func_v4 is once
+    assert backends.flash_attn_func_v3 is attention
+    once(1, window_size=(-1, 0), causal=True)
+    once(1, window_size=(128, -1))
+    backends._flash_attn_bwd_v4(window_size_left=-1, window_size_right=0)
+    assert seen == [
+        ((1,), {"window_size": (None, 0), "causal": True}),
+        ((1,), {"window_size": (128, None)}),
+        ((), {"window_size_left": None, "window_size_right": 0}),
+    ]
