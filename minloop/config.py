@@ -60,7 +60,16 @@ def _virtual_stages(draft: SimpleNamespace) -> int:
     layout = draft.pipeline_model_parallel_layout
     if layout is None:
         return draft.virtual_pipeline_model_parallel_size or 1
-    return PipelineParallelLayerLayout(layout, draft.pipeline_model_parallel_size).virtual_pipeline_model_parallel_size
+    try:
+        stages = PipelineParallelLayerLayout(layout, draft.pipeline_model_parallel_size)
+        stages.validate_layer_layout(draft.num_layers, draft.mtp_num_layers)
+    except AssertionError as error:  # mcore's, which would name no field
+        raise ValueError(
+            f"pipeline_model_parallel_layout={layout!r} with pipeline_model_parallel_size "
+            f"({draft.pipeline_model_parallel_size}), num_layers ({draft.num_layers}) and mtp_num_layers "
+            f"({draft.mtp_num_layers}): {error}"
+        ) from error
+    return stages.virtual_pipeline_model_parallel_size
 
 
 def _fusions(draft: SimpleNamespace) -> dict[str, Any]:

@@ -115,6 +115,10 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
     ("fields", "message"),
     [
         ({"num_layers": 0}, "num_layers is not set"),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Ettt|tL", "mtp_num_layers": 1},
+            r"pipeline_model_parallel_layout='Ettt\|tL' .* mtp_num_layers \(1\): Number of mtp layers",
+        ),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local': graphs of single layers"),
         (
             {"cuda_graph_impl": "full_iteration", "fp16": True},
