@@ -13,7 +13,22 @@ with light_mcore_import():
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    from minloop.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+    from minloop.checkpoint import (
+        CheckpointDescription,
+        CheckpointError,
+        PendingSave,
+        describe_checkpoint,
+        export_weights,
+        latest_checkpoint,
+        load_checkpoint,
+        load_weights,
+        read_run_config,
+        save_checkpoint,
+        start_save,
+        verify_checkpoint,
+        write_run_config,
+    )
+    from minloop.checkpoint.hf import hf_config_fields, load_hf_weights, save_hf_weights
     from minloop.config import build_config, build_ddp_config, build_optimizer_config, replace_layout
     from minloop.data import (
         Batch,
@@ -53,6 +68,8 @@ with light_mcore_import():
 
 __all__ = [
     "Batch",
+    "CheckpointDescription",
+    "CheckpointError",
     "Difference",
     "DistributedDataParallelConfig",
     "GPTDatasetConfig",
@@ -61,6 +78,7 @@ __all__ = [
     "MLATransformerConfig",
     "ModelProvider",
     "OptimizerConfig",
+    "PendingSave",
     "ProcessGroupCollection",
     "StepMetrics",
     "TrainState",
@@ -82,8 +100,10 @@ __all__ = [
     "compare_layouts",
     "compare_records",
     "cpu_backend",
+    "describe_checkpoint",
     "eval_step",
     "expert_load",
+    "export_weights",
     "first_difference",
     "flops_per_token",
     "forward_logits",
@@ -92,22 +112,30 @@ __all__ = [
     "gathered_parameters",
     "gpt_forward_step",
     "gpt_provider",
+    "hf_config_fields",
     "hybrid_provider",
     "init_distributed",
     "is_first_rank",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_hf_weights",
+    "load_weights",
     "log_line",
     "manual_gc",
     "num_microbatches",
     "peak_tflops",
+    "read_run_config",
     "record_layout",
     "replace_layout",
     "save_checkpoint",
+    "save_hf_weights",
     "seed_ranks",
     "shutdown_distributed",
+    "start_save",
     "token_loss",
     "train_step",
+    "verify_checkpoint",
     "wrap_ddp",
     "write_indexed",
+    "write_run_config",
 ]

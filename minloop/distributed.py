@@ -25,7 +25,7 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """In which mcore numbers ranks: tensor parallel ranks are neighbours, pipeline stages far apart."""
 
-_created = contextlib.ExitStack()
+created = contextlib.ExitStack()
 """How to take back what `init_distributed` created: one per process, as are the default group and mcore's groups."""
 
 
@@ -72,13 +72,13 @@ def init_distributed(
         seed_ranks(seed, groups, config, data_parallel_random_init=data_parallel_random_init)
         if advice := wrong_apex():
             say_once(advice)
-        _created.enter_context(undo.pop_all())
+        created.enter_context(undo.pop_all())
     return groups
 
 
 def shutdown_distributed() -> None:
     """Destroy what `init_distributed` created and nothing else; a second call does nothing."""
-    _created.close()
+    created.close()
 
 
 def _init_default_group(backend: str | None, timeout: timedelta, undo: contextlib.ExitStack) -> None:

@@ -73,6 +73,12 @@ def test_resharding_example_agrees(tmp_path: Path) -> None:
     assert max(losses.values()) - min(losses.values()) < 1e-5
 
 
+def test_hugging_face_example_agrees_both_ways(tmp_path: Path) -> None:
+    differences = run_ranks(2, call_main, "hf_weights", {"directory": str(tmp_path / "hf")})[0]
+    assert len(differences) == 2
+    assert max(differences.values()) < 1e-5
+
+
 def test_layouts_example_compares(tmp_path: Path) -> None:
     output = torchrun(2, ROOT / "examples" / "compare_layouts.py", tmp_path)
     assert "58 outputs, losses and gradients compared" in output

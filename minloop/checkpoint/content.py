@@ -122,17 +122,22 @@ def optimizer_state(
     return content
 
 
-def rng_state(state: TrainState) -> ShardedObject:
-    """This rank's random streams: torch's CPU and GPU generators and mcore's tracker. Each rank stores its own."""
+def rng_streams() -> dict[str, Any]:
+    """The random streams as they stand: torch's CPU and GPU generators and mcore's tracker."""
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-    streams = {
+    return {
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": {name: convert_cuda_rng_state(value) for name, value in tracker.get_states().items()},
     }
+
+
+def rng_state(state: TrainState) -> ShardedObject:
+    """This rank's random streams. Each rank stores its own; "rng_state" is Megatron-LM's (see megatron_lm.py)."""
     groups = state.groups
     shape = (groups.pp.size(), groups.tp.size(), groups.dp_cp.size())
-    return ShardedObject("rng_state", streams, shape, (groups.pp.rank(), groups.tp.rank(), groups.dp_cp.rank()))
+    place = (groups.pp.rank(), groups.tp.rank(), groups.dp_cp.rank())
+    return ShardedObject("minloop.rng_state", rng_streams(), shape, place)
 
 
 def restore_rng_state(streams: dict[str, Any]) -> None:

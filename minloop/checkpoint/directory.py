@@ -1,19 +1,21 @@
-"""The checkpoint tree: names as in Megatron-LM, which of them are complete, and what only the first rank does.
+"""The checkpoint tree: names as in Megatron-LM, and which of them are complete.
 
 checkpoints/latest_checkpointed_iteration.txt     "5", written last
-checkpoints/iter_0000005/.metadata, __0_0.distcp, metadata.json
+checkpoints/iter_0000005/.metadata, __0_0.distcp, metadata.json, integrity.json
+checkpoints/iter_0000006.unfinished               being written
+checkpoints/iter_0000005.replaced                 while a newer save of iteration 5 takes its name
+checkpoints/iter_0000004.deleted                  being deleted
+checkpoints/.lock                                 who writes here
 """
 
-import os
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch.distributed as dist
+from minloop.checkpoint.integrity import structural_faults
+from minloop.messages import say_once
 
 TRACKER = "latest_checkpointed_iteration.txt"
+UNFINISHED, REPLACED = ".unfinished", ".replaced"
 NEEDED = (".metadata", "metadata.json")
 """Files that mcore writes after all data: `.metadata` names every shard, `metadata.json` comes last of all."""
 
@@ -28,14 +30,14 @@ def missing_parts(checkpoint: Path) -> list[str]:
     return [name for name in NEEDED if not (checkpoint / name).is_file()]
 
 
-def latest_checkpoint(directory: str | Path) -> Path | None:
-    """Return the newest complete checkpoint under `directory`, or None.
+def complete_checkpoints(directory: str | Path) -> dict[int, Path]:
+    """Checkpoints under `directory` that have all parts by name, by iteration, newest first.
 
-    That is the one the tracker names, or, if that one is gone or incomplete, the newest complete one before it.
+    The one that the tracker names is the newest: what a save left behind before it wrote the tracker does not count.
     """
     root = Path(directory)
     if not root.is_dir():
-        return None
+        return {}
     # A save over an existing iteration was cut short in mid-exchange if only the one being replaced has a name.
     names = sorted(root.iterdir(), key=lambda path: not path.name.endswith(".replaced"))
     found = {int(m[1]): path for path in names if (m := re.fullmatch(r"iter_(\d{7,})(\.replaced)?", path.name))}
@@ -43,14 +45,33 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     newest = None
     if tracker.is_file() and re.fullmatch("[0-9]+", text := tracker.read_text(errors="replace").strip()):
         newest = int(text)
-    for iteration in sorted(found, reverse=True):
-        if (newest is None or iteration <= newest) and not missing_parts(found[iteration]):
-            return found[iteration]
+    tracked = [iteration for iteration in sorted(found, reverse=True) if newest is None or iteration <= newest]
+    return {iteration: found[iteration] for iteration in tracked if not missing_parts(found[iteration])}
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """Return the newest complete checkpoint under `directory`, or None.
+
+    That is the one the tracker names, or, if that one is gone or incomplete, the newest complete one before it. One
+    whose files are cut short or unreadable is passed over, which is said; contents are not compared (see
+    `verify_checkpoint`).
+    """
+    complete = [*complete_checkpoints(directory).values()]
+    for number, path in enumerate(complete):
+        if not (faults := structural_faults(path)):
+            return path
+        say_passed_over(path, faults, complete[number + 1 :])
     return None
 
 
-def resolve(path: str | Path) -> Path:
-    """Return the checkpoint that `path` means: itself, or the newest complete one under it.
+def say_passed_over(path: Path, faults: list[str], earlier: list[Path]) -> None:
+    """Say that the newest checkpoint is damaged, and which one is tried in its place."""
+    instead = f"{earlier[0]} is tried in its place" if earlier else "there is none before it"
+    say_once(f"{path} is damaged ({'; '.join(faults[:3])}); {instead}")
+
+
+def candidates(path: str | Path) -> list[Path]:
+    """Return the checkpoints that `path` may mean: itself, or those under it that have all parts, newest first.
 
     Raises:
         FileNotFoundError: there is none, or it is incomplete; the message says which part is missing.
@@ -64,68 +85,18 @@ def resolve(path: str | Path) -> Path:
                 f"{path} is incomplete, it lacks {', '.join(missing)}: the save was cut short; "
                 "load an earlier checkpoint"
             )
-        return path
-    newest = latest_checkpoint(path)
-    if newest is None:
+        return [path]
+    found = [*complete_checkpoints(path).values()]
+    if not found:
         raise FileNotFoundError(f"{path} holds no complete checkpoint (iter_0000001, …)")
-    return newest
+    return found
 
 
-def on_first_rank(action: Callable[[], Any]) -> None:
-    """Run `action` on global rank 0 while the others wait; if it fails, it fails on every rank."""
-    outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except Exception as error:
-            outcome[0] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
-        raise RuntimeError(f"on rank 0: {type(outcome[0]).__name__}: {outcome[0]}") from outcome[0]
+def resolve(path: str | Path) -> Path:
+    """Return the checkpoint that `path` means: itself, or the newest undamaged one under it.
 
-
-def begin(final: Path) -> Path:
-    """Create, empty, and return the directory that a save writes before it becomes `final`."""
-    unfinished = final.with_name(final.name + ".unfinished")
-
-    def create() -> None:
-        if unfinished.exists():  # left by a save that was cut short
-            shutil.rmtree(unfinished)
-        unfinished.mkdir(parents=True)
-
-    on_first_rank(create)
-    return unfinished
-
-
-def commit(unfinished: Path, final: Path, iteration: int) -> None:
-    """Give a finished save its final name, then point the tracker at it.
-
-    At every moment one complete checkpoint exists.
+    Raises:
+        FileNotFoundError: there is none, or it is incomplete; the message says which part is missing.
     """
-
-    def rename() -> None:
-        replaced = final.with_name(final.name + ".replaced")
-        if final.exists():
-            if replaced.exists():
-                shutil.rmtree(replaced)
-            final.rename(replaced)
-        unfinished.rename(final)
-        _write_durably(final.parent / TRACKER, str(iteration))
-        if replaced.exists():
-            shutil.rmtree(replaced)
-
-    on_first_rank(rename)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".unfinished")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    found = candidates(path)
+    return found[0] if found == [Path(path)] else (latest_checkpoint(path) or found[0])

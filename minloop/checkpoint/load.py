@@ -2,23 +2,30 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import load_common_state_dict
-from megatron.core.dist_checkpointing.validation import StrictHandling
 
-from minloop.checkpoint import content, directory
-from minloop.checkpoint.optimizer_state import adapt_template, adapt_weights, load_optimizer
+from minloop.checkpoint import content, megatron_lm
+from minloop.checkpoint.agreement import agreed
+from minloop.checkpoint.opening import open_checkpoint
+from minloop.checkpoint.optimizer_state import BY_BUCKETS, adapt_template, adapt_weights, load_optimizer
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
+from minloop.checkpoint.run_config import differing_fields
 from minloop.checkpoint.save import Loaders, Positioned, named_loaders
+from minloop.checkpoint.tensors import EXTRA_STATE, read_tensors
 from minloop.data_parallel import gathered_parameters
-from minloop.messages import say_once, without_warnings
+from minloop.messages import say_once
 from minloop.state import TrainState
 
 
 def load_checkpoint(
-    checkpoint: str | Path, state: TrainState, loader: Loaders = None, *, weights_only: bool = False
+    checkpoint: str | Path,
+    state: TrainState,
+    loader: Loaders = None,
+    *,
+    weights_only: bool = False,
+    verify: bool | None = None,
 ) -> Path:
     """Restore weights, optimizer, schedule, counters, random streams and data position, whatever the layout of `state`.
 
@@ -27,85 +34,125 @@ def load_checkpoint(
     saved position, so that a run is extended by building a longer one. Random streams belong to a layout: in another
     one they are left as they are, which is said once if there is dropout to draw from them.
 
+    What is wrong with a checkpoint is raised on every rank, and before `state` is touched, but for contents that were
+    not verified. Nothing that the files hold is executed: folders of strangers can be loaded.
+
     Args:
-        checkpoint: a checkpoint's directory, or the directory of a run's checkpoints: then the newest complete one.
+        checkpoint: a checkpoint's directory, or the directory of a run's checkpoints: then the newest complete one, or,
+            if that is damaged, the one before it, which is said.
         loader: the loader or loaders to position, as in `save_checkpoint`.
         weights_only: load the weights and nothing else, to begin another training from them; counters stay at zero.
+            For weights that fit in part see `load_weights`.
+        verify: read all files and compare their contents before anything is loaded: True always, None those whose
+            digests were saved, False none. Names and sizes are compared in any case.
     Returns:
         The directory loaded.
     Raises:
         FileNotFoundError: no complete checkpoint there.
+        CheckpointError: a file is damaged, of another format, or holds more than plain data.
         ValueError: the checkpoint is of another architecture, lacks tensors of this state, or holds no position of a
             loader, or one in other data; the message names the fields.
     """
-    source = directory.resolve(checkpoint)
-    with without_warnings():
-        common = load_common_state_dict(source)
-    saved: dict[str, Any] = common.get("minloop", {})
-    _check_architecture(source, saved, state)
-    if not weights_only:
-        _position_loaders(saved, named_loaders(loader))
-    metadata: dict[str, Any] = common.get("content_metadata") or content.save_metadata(state)
+    opened = open_checkpoint(checkpoint, verify)
+    saved: dict[str, Any] = {}
+    with agreed():
+        saved = opened.common.get("minloop") or megatron_lm.record(opened, state)
+        _check_architecture(opened.path, saved, state)
+        if not weights_only:
+            _check_counters(opened)
+            _position_loaders(saved, named_loaders(loader))
     kind = content.optimizer_kind(state)
     saved_kind: str = saved.get("optimizer_kind", kind)
     with gathered_parameters(state.chunks), torch.no_grad():
-        optimizer_kinds = None if weights_only else (kind, saved_kind)
-        loaded = _load_sharded(source, state, saved, metadata, optimizer_kinds)
-        for key, model in zip(content.model_keys(state), content.unwrapped_models(state), strict=True):
-            _load_model(model, loaded[key])
+        template = _template(opened, saved, state, None if weights_only else (kind, saved_kind))
+        loaded = _read(opened, template, state)
+        put_into_models(state, loaded)
         if weights_only:
             state.optimizer.reload_model_params()
         else:
-            load_optimizer(state, loaded["optimizer"], common.get("optimizer"), kind, saved_kind)
+            load_optimizer(state, loaded["optimizer"], opened.common.get("optimizer"), kind, saved_kind)
     if not weights_only:
-        _restore_the_rest(state, loaded, saved)
-    return source
+        with agreed():
+            _restore_the_rest(state, loaded, saved)
+    return opened.path
 
 
-def _load_sharded(
-    source: Path,
-    state: TrainState,
-    saved: dict[str, Any],
-    metadata: dict[str, Any],
-    optimizer_kinds: tuple[str, str] | None,
+def content_metadata(opened: SavedCheckpoint, state: TrainState) -> dict[str, Any]:
+    """mcore's switches for the form in which the checkpoint was saved."""
+    return opened.common.get("content_metadata") or content.save_metadata(state)
+
+
+def put_into_models(state: TrainState, loaded: dict[str, Any]) -> None:
+    """Hand each chunk its part of what was read; every rank calls it."""
+    with agreed():
+        for key, model in zip(content.model_keys(state), content.unwrapped_models(state), strict=True):
+            missing, unexpected = model.load_state_dict(loaded[key], strict=False)
+            wrong = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
+            if wrong:
+                raise ValueError(f"the checkpoint's weights do not match the model at: {', '.join(wrong[:5])}")
+
+
+def architecture_differences(saved: dict[str, Any], state: TrainState) -> list[str]:
+    """Each field that decides shape or meaning of the weights and differs: "hidden_size: 32 saved, 64 here"."""
+    theirs, ours = saved.get("architecture", {}), content.architecture(state)
+    return [
+        f"{name}: {theirs[name]} saved, {ours[name]} here"
+        for name in ours
+        if theirs.get(name, ours[name]) != ours[name]
+    ]
+
+
+def _template(
+    opened: SavedCheckpoint, saved: dict[str, Any], state: TrainState, optimizer_kinds: tuple[str, str] | None
 ) -> dict[str, Any]:
-    """Load the weights and, given the optimizer's forms here and as saved, its state and the random streams."""
+    """What to read: the weights and, given the optimizer's forms here and as saved, its state and random streams."""
+    metadata = content_metadata(opened, state)
     template = content.model_state(state, metadata)
     if optimizer_kinds is not None:
         own = metadata | content.save_metadata(state)
+        if optimizer_kinds == ("distributed", "distributed") and _is_by_buckets(metadata):
+            own["distrib_optim_sharding_type"] = BY_BUCKETS
         template["optimizer"] = content.optimizer_state(state, dict(template), own, is_loading=True)
         adapt_template(template["optimizer"], state, *optimizer_kinds)
         for key in content.model_keys(state):
             adapt_weights(template[key], *optimizer_kinds)
         if saved.get("layout") == content.layout(state):
-            template["rng_state"] = content.rng_state(state)
-    with without_warnings():
-        # mcore calls "unexpected" what is asked for and not in the checkpoint
-        answer = dist_checkpointing.load(template, str(source), strict=StrictHandling.RETURN_ALL)
-    loaded, _, lacking = cast("tuple[dict[str, Any], set[str], set[str]]", answer)
-    # Layers' extra state (Transformer Engine's scaling factors) exists only where such layers saved it.
-    if lacking := sorted(key for key in lacking if "_extra_state" not in key):
-        raise ValueError(f"{source} lacks {len(lacking)} tensors that this state has: {', '.join(lacking[:5])}, …")
-    return loaded
+            template["rng_state"] = (megatron_lm if "of_megatron_lm" in saved else content).rng_state(state)
+    return template
 
 
-def _load_model(model: torch.nn.Module, tensors: dict[str, Any]) -> None:
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    wrong = [key for key in [*missing, *unexpected] if not key.endswith("_extra_state")]
-    if wrong:
-        raise ValueError(f"the checkpoint's weights do not match the model at: {', '.join(wrong[:5])}")
+def _read(opened: SavedCheckpoint, template: dict[str, Any], state: TrainState) -> dict[str, Any]:
+    try:
+        return read_tensors(opened, template)
+    except ValueError as error:
+        if fields := differing_fields(opened.path, state.config):
+            raise ValueError(f"{error}. The configs differ in {'; '.join(fields)}") from error
+        if "optimizer" not in template or not _is_by_buckets(opened.common.get("content_metadata") or {}):
+            raise
+        raise ValueError(
+            f"{error}. Its optimizer state is stored by buckets (distrib_optim_sharding_type='dp_reshardable'): only a "
+            "distributed optimizer of the same tensor and pipeline parallel sizes, bucket_size and overlap_grad_reduce "
+            "can take it. Build the state so, save it from Megatron-LM with --dist-ckpt-optim-fully-reshardable, or "
+            "load with weights_only=True"
+        ) from error
+
+
+def _is_by_buckets(metadata: dict[str, Any]) -> bool:
+    return metadata.get("distrib_optim_sharding_type") == BY_BUCKETS
+
+
+def _check_counters(opened: SavedCheckpoint) -> None:
+    if not isinstance(opened.common.get("iteration"), int):
+        raise CheckpointError(
+            f"{opened.path} holds no iteration: nothing could go on from it; load it with weights_only=True"
+        )
 
 
 def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) -> None:
-    theirs, ours = saved.get("architecture", {}), content.architecture(state)
-    differing = [
-        f"{name}: {theirs[name]} saved, {ours[name]} here"
-        for name in ours
-        if theirs.get(name, ours[name]) != ours[name]
-    ]
-    if differing:
+    if differing := architecture_differences(saved, state):
         raise ValueError(
-            f"{source} is of another architecture ({'; '.join(differing)}): build the model it was saved from"
+            f"{source} is of another architecture ({'; '.join(differing)}): build the model it was saved from, or load "
+            "what fits with load_weights"
         )
 
 
@@ -117,7 +164,9 @@ def _position_loaders(saved: dict[str, Any], loaders: Mapping[str, Positioned]) 
                 f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}"
             )
     for name, loader in loaders.items():
-        loader.load_state_dict(positions[name])
+        # Megatron-LM and Megatron-Bridge store a number of samples and not in which data
+        own = loader.state_dict() if "of_megatron_lm" in saved else {}
+        loader.load_state_dict(own | positions[name])
 
 
 def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -129,7 +178,8 @@ def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str
     elif state.scheduler is not None:  # saved without a schedule: go to where this one would be by now
         state.scheduler.step(increment=state.consumed_samples)
     if "rng_state" in loaded:
-        content.restore_rng_state(loaded["rng_state"])
+        streams = loaded["rng_state"]
+        content.restore_rng_state(streams if isinstance(streams, dict) else megatron_lm.own_streams(streams, state))
     elif state.config.hidden_dropout or state.config.attention_dropout:
         say_once(
             f"the random streams were not carried over: saved in layout {saved.get('layout')}, loaded in "

@@ -30,6 +30,7 @@ MASTER_WEIGHT_PREFIX = {
     "float16": "optimizer.state.fp32_param.",
     "distributed": "optimizer.state.param.",
 }
+BY_BUCKETS = "dp_reshardable"  # as mcore's distributed optimizer itself holds it: Megatron-LM's default
 
 
 def parts(state: TrainState, content: dict[Any, Any]) -> Iterator[tuple[MegatronOptimizer, dict[Any, Any]]]:
@@ -50,7 +51,7 @@ def adapt_template(template: dict[Any, Any], state: TrainState, kind: str, saved
     """
     for _, part in parts(state, template):  # in lists of settings, saved and own ones would have to be of one length
         part.pop("param_groups", None)
-        if "optimizer" in part:
+        if isinstance(part.get("optimizer"), dict):
             part["optimizer"].pop("param_groups", None)
     if kind in (saved_kind, "fp32"):
         return
@@ -181,15 +182,16 @@ def load_optimizer(state: TrainState, loaded: dict[Any, Any], saved: Any, kind: 
         loaded: the tensors, in the form of `state`'s own optimizer.
         saved: the rest of the optimizer's saved content, in the form in which it was saved.
     """
-    progress = saved_progress(saved)
+    # by buckets, settings are no common content: each group of data parallel ranks has stored its own
+    by_buckets = [part for _, part in parts(state, loaded) if part.get("param_state_sharding_type") == BY_BUCKETS]
+    progress = saved_progress([saved, *({**part, "param_state": None} for part in by_buckets)])
     scaler = {key: value for key, value in progress.items() if key == "grad_scaler"}
     for optimizer, part in parts(state, loaded):
         if kind != "distributed" and not any(group["params"] for group in optimizer.param_groups):
             continue
         groups = _own_settings(optimizer.optimizer, progress["step"], kind)
         if kind == "distributed":
-            tensors = part.get("param_state", {})
-            _load_distributed(cast(DistributedOptimizer, optimizer), tensors, groups, scaler, saved_kind)
+            _load_distributed(cast(DistributedOptimizer, optimizer), part, groups, scaler, saved_kind)
             continue
         inner: dict[str, Any] = {
             "state": (part["optimizer"] if kind == "float16" else part).get("state", {}),
@@ -220,7 +222,7 @@ def _own_settings(optimizer: torch.optim.Optimizer, step: float, kind: str) -> l
 
 def _load_distributed(
     optimizer: DistributedOptimizer,
-    tensors: dict[int, dict[str, Any]],
+    part: dict[str, Any],
     groups: list[dict[str, Any]],
     scaler: dict[str, Any],
     saved_kind: str,
@@ -231,6 +233,7 @@ def _load_distributed(
     be out of the way while moments are copied, nothing may be tracked, and afterwards every parameter must own its
     step, which is the work of `prepare_optimizer_state`.
     """
+    tensors: dict[Any, Any] = part.get("param_state", {})
     if saved_kind == "fp32":  # the weights, just loaded, were the master weights
         weights = [weight for buffer in optimizer.buffers for weight in buffer.param_index_map]  # mcore's numbering
         for number, weight in enumerate(weights):
@@ -238,7 +241,10 @@ def _load_distributed(
     optimizer.load_state_dict({"optimizer": {"param_groups": groups}} | scaler)
     adam_states = list(optimizer.optimizer.state.values())
     steps = [adam_state.pop("step", None) for adam_state in adam_states]
-    optimizer.load_parameter_state_from_fully_reshardable(tensors)
+    if part.get("param_state_sharding_type") == BY_BUCKETS:
+        optimizer.load_parameter_state_from_dp_reshardable(tensors)
+    else:
+        optimizer.load_parameter_state_from_fully_reshardable(tensors)
     for adam_state, step in zip(adam_states, steps, strict=True):
         if step is not None:
             adam_state["step"] = step

@@ -1,17 +1,24 @@
 """Saving a training state."""
 
-import contextlib
-import queue
-from collections.abc import Generator, Mapping
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+import torch.distributed as dist
 
-from minloop.checkpoint import content, directory
+from minloop.checkpoint import background, content, directory, megatron_lm
+from minloop.checkpoint.background import PendingSave
+from minloop.checkpoint.commit import begin, commit
+from minloop.checkpoint.manifest import write_manifest
+from minloop.checkpoint.megatron_bridge import files_beside
+from minloop.checkpoint.retention import Retention
+from minloop.checkpoint.together import on_first_rank, together
+from minloop.checkpoint.writing import Plan, Written
 from minloop.data_parallel import gathered_parameters
-from minloop.messages import without_log_lines, without_warnings
 from minloop.state import TrainState
 
 
@@ -37,46 +44,148 @@ def named_loaders(loaders: Loaders) -> Mapping[str, Positioned]:
     return loaders if isinstance(loaders, Mapping) else {"train": loaders}
 
 
-def save_checkpoint(checkpoints: str | Path, state: TrainState, loader: Loaders = None) -> Path:
+def save_checkpoint(
+    checkpoints: str | Path,
+    state: TrainState,
+    loader: Loaders = None,
+    *,
+    keep_newest: int | None = None,
+    keep_every: int | None = None,
+    checksums: bool = True,
+) -> Path:
     """Save all that is needed to go on as if nothing had happened, into a new directory of `checkpoints`.
 
     Weights, optimizer state, schedule, counters, every rank's random streams, and the position of the loader or loaders
-    go into ``iter_0000005`` after iteration 5. Every rank calls it. The directory appears under its name when it is
-    complete, and the tracker is written last; a save that is cut short leaves the earlier checkpoints as they were.
+    go into ``iter_0000005`` after iteration 5. Every rank calls it. All files are on the disk before the directory gets
+    its name, and the tracker is written last: killed at any instant, a save leaves earlier checkpoints as they were.
+
+    From its first save until `shutdown_distributed`, or its end however it comes, a run keeps `checkpoints` for itself.
+    Beside the state, a rank holds in host memory a copy of the part that it writes if that lies on a GPU.
 
     Args:
         checkpoints: the directory that holds all checkpoints of the run, seen by every rank.
         loader: a loader, or several by name.
+        keep_newest: then delete complete older checkpoints but for the newest of this number; None keeps all. One that
+            a running process loaded last stays, and so do those of later iterations.
+        keep_every: with `keep_newest`, keep also those whose iteration is a multiple of this number.
+        checksums: store the SHA-256 of every file in ``integrity.json``, beside the sizes. They are computed by the
+            threads that write, at about 2 GB/s each.
     Returns:
         The new checkpoint's directory.
     Raises:
-        RuntimeError: on every rank, if the directory cannot be written.
-        ValueError: mcore cannot save this optimizer.
+        RuntimeError: on every rank: the directory cannot be written, is full, was removed, or another run writes there;
+            or the save that `start_save` began before this one failed.
+        ValueError: mcore cannot save this optimizer; `keep_newest` or `keep_every` make no sense.
     """
+    save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=False)
+    save.finish(None)
+    return save.final
+
+
+def start_save(
+    checkpoints: str | Path,
+    state: TrainState,
+    loader: Loaders = None,
+    *,
+    keep_newest: int | None = None,
+    keep_every: int | None = None,
+    checksums: bool = True,
+) -> PendingSave:
+    """Do what `save_checkpoint` does in the background: return once the state is copied, and training may go on.
+
+    What is saved is the state at the moment of the call. One save is in flight at a time: `start_save` and
+    `save_checkpoint` first wait for the one before, and raise its error if it failed and ``wait()`` has not raised it.
+    Host memory: one copy of what this rank writes, until it is written. Needs no further package.
+
+    Args:
+        checkpoints: these and the others as in `save_checkpoint`.
+    Returns:
+        A handle with ``done()`` and ``wait()``.
+    Raises:
+        RuntimeError, ValueError: on every rank, as `save_checkpoint`; what fails later is raised by ``wait()``.
+    """
+    save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=True)
+    return PendingSave(save.final, partial(save.finish, background.group_of_threads()))
+
+
+@dataclass
+class _Save:
+    """A save whose content is settled: this rank's part is being written."""
+
+    unfinished: Path
+    final: Path
+    iteration: int
+    plan: Plan
+    files: list[Future[Written]]
+    beside: dict[str, bytes]
+    checksums: bool
+    retention: Retention
+
+    def finish(self, group: dist.ProcessGroup | None) -> None:
+        """Wait for all ranks, commit, and delete old checkpoints; on failure leave nothing behind but an error."""
+        try:
+            written = together(lambda: [file.result() for file in self.files], group)
+            on_first_rank(lambda: self._commit([file for files in written for file in files]), group)
+        except Exception:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.unfinished, ignore_errors=True)
+            raise
+
+    def _commit(self, written: list[Written]) -> None:
+        self.plan.finish(self.unfinished, written)
+        for name, data in self.beside.items():
+            (self.unfinished / name).write_bytes(data)
+        write_manifest(self.unfinished, [file.record for file in written], self.checksums)
+        commit(self.unfinished, self.final, self.iteration)
+        self.retention.apply(self.final.parent, self.iteration)
+
+
+def _prepare(
+    checkpoints: str | Path,
+    state: TrainState,
+    loader: Loaders,
+    retention: Retention,
+    checksums: bool,
+    *,
+    in_background: bool,
+) -> _Save:
+    """Copy this rank's part and start to write it."""
     if content.optimizer_kind(state) == "distributed" and state.optimizer.config.optimizer == "sgd":
         raise ValueError(
             "optimizer='sgd' with use_distributed_optimizer=True: mcore's distributed optimizer saves Adam's state "
             "only; use optimizer='adam' or use_distributed_optimizer=False"
         )
+    background.wait_for_pending()
     final = directory.iteration_directory(checkpoints, state.iteration)
+    unfinished = final.with_name(final.name + directory.UNFINISHED)
     metadata = content.save_metadata(state)
-    unfinished = directory.begin(final)
-    with gathered_parameters(state.chunks), _results_stay_in_process():
-        model = content.model_state(state, metadata)
-        sharded: dict[str, Any] = {
-            **model,
-            "optimizer": content.optimizer_state(state, model, metadata, is_loading=False),
-            "rng_state": content.rng_state(state),
-            "checkpoint_version": 3.0,
-            "iteration": state.iteration,
-            "minloop": record(state, named_loaders(loader)),
-        }
-        if state.scheduler is not None:
-            sharded["opt_param_scheduler"] = state.scheduler.state_dict()
-        with without_warnings(), without_log_lines("megatron.core.dist_checkpointing.strategies.torch", "deprecated"):
-            dist_checkpointing.save(sharded, str(unfinished), content_metadata=metadata)
-    directory.commit(unfinished, final, state.iteration)
-    return final
+    with gathered_parameters(state.chunks):
+        sharded = _sharded_state(state, loader, metadata)
+        beside: dict[str, bytes] = {}
+        on_first_rank(lambda: beside.update(files_beside(state)))
+        on_first_rank(lambda: begin(final))
+        together(lambda: unfinished.mkdir(exist_ok=True))  # fails on a machine that does not share the directory
+        plan = Plan(sharded, unfinished, metadata, state.groups.dp_cp)
+        del sharded
+        files = plan.start_writing(detached=in_background, checksums=checksums)
+    return _Save(unfinished, final, state.iteration, plan, files, beside, checksums, retention)
+
+
+def _sharded_state(state: TrainState, loader: Loaders, metadata: dict[str, Any]) -> dict[str, Any]:
+    """mcore's sharded state dict of everything that is saved."""
+    model = content.model_state(state, metadata)
+    sharded: dict[str, Any] = {
+        **model,
+        "optimizer": content.optimizer_state(state, model, metadata, is_loading=False),
+        "rng_state": content.rng_state(state),
+        **megatron_lm.common_content(state),
+        "checkpoint_version": 3.0,
+        "iteration": state.iteration,
+        "minloop": record(state, named_loaders(loader)),
+    }
+    if state.scheduler is not None:
+        sharded["opt_param_scheduler"] = state.scheduler.state_dict()
+    return sharded
 
 
 def record(state: TrainState, loaders: Mapping[str, Positioned]) -> dict[str, Any]:
@@ -89,18 +198,3 @@ def record(state: TrainState, loaders: Mapping[str, Positioned]) -> dict[str, An
         "skipped_iterations": state.skipped_iterations,
         "loaders": {name: loader.state_dict() for name, loader in loaders.items()},
     }
-
-
-@contextlib.contextmanager
-def _results_stay_in_process() -> Generator[None]:
-    """Let mcore's writer hand its results back through a plain queue.
-
-    Its own queue belongs to a manager process that it spawns, which imports the user's script once more and outlives
-    the save; a synchronous save writes in this very process and needs none.
-    """
-    own = filesystem_async._results_queue  # pyright: ignore[reportPrivateUsage]
-    filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportPrivateUsage]
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = own  # pyright: ignore[reportPrivateUsage]

@@ -1,16 +1,13 @@
 """Weights and gradients in their full shapes, under names that no layout changes: by them two layouts are compared."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from minloop.checkpoint.content import model_state, save_metadata
+from minloop.checkpoint.parts import parts, sharded_parameters
 from minloop.data_parallel import gathered_parameters
 from minloop.state import TrainState
 
@@ -64,18 +61,11 @@ def from_first_rank[T](value: T, groups: ProcessGroupCollection) -> T:
     return values[0]
 
 
-def sharded_parameters(state: TrainState) -> Iterator[tuple[ShardedTensor | ShardedTensorFactory, torch.nn.Parameter]]:
-    """This rank's parameters, each with its place in the whole model."""
-    for leaf in nested_values(model_state(state, save_metadata(state))):
-        if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and isinstance(leaf.data, torch.nn.Parameter):
-            yield leaf, leaf.data
-
-
 def _gather(state: TrainState, value_of: ValueOf) -> dict[str, torch.Tensor]:
     full: dict[str, torch.Tensor] = {}
     missing: dict[str, int] = {}
-    for parts in gather_objects(list(_local_parts(state, value_of)), state.groups):
-        for name, shape, place, value in parts:
+    for own in gather_objects(list(_local_parts(state, value_of)), state.groups):
+        for name, shape, place, value in own:
             full.setdefault(name, value.new_zeros(shape))[place] = value
             missing[name] = missing.get(name, full[name].numel()) - value.numel()
     if dist.get_rank() == 0 and (wrong := [name for name, count in missing.items() if count]):
@@ -87,23 +77,12 @@ def _local_parts(
     state: TrainState, value_of: ValueOf
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...], torch.Tensor]]:
     """(name, full shape, place in it, value) of what this rank holds first among its replicas."""
-    for leaf, parameter in sharded_parameters(state):
+    for leaf, parameter in sharded_parameters(state.chunks, state.groups):
         value = value_of(parameter)
         if value is None:
             continue
         value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
-        if isinstance(leaf, ShardedTensorFactory):
-            built: Any = nested_values(dataclasses.replace(leaf, data=value).build())
-        else:
-            built = [dataclasses.replace(leaf, data=value, dtype=value.dtype)]
-        for tensor in built:
-            if is_main_replica(tensor.replica_id):
-                yield _place(tensor)
-
-
-def _place(tensor: ShardedTensor) -> tuple[str, tuple[int, ...], tuple[slice, ...], torch.Tensor]:
-    index: Any = tensor.global_slice()
-    stacked = tensor.prepend_axis_num
-    name = tensor.key + "".join(f"[{number}]" for number in index[:stacked])
-    assert tensor.data is not None
-    return name, tuple(tensor.global_shape[stacked:]), tuple(index[stacked:]), tensor.data.cpu()
+        for part in parts(leaf, value):
+            if part.is_main:
+                name = part.key + "".join(f"[{number}]" for number in part.numbers)
+                yield name, part.shape, part.place, part.tensor.cpu()

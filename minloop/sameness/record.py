@@ -13,11 +13,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from minloop.checkpoint.content import unwrapped_models
+from minloop.checkpoint.parts import sharded_parameters
 from minloop.data import Batch
 from minloop.layers.context_parallel import gather_sequence
 from minloop.losses import reduce_reports
 from minloop.microbatches import Microbatches
-from minloop.sameness.full_tensors import full_gradients, gather_objects, sharded_parameters
+from minloop.sameness.full_tensors import full_gradients, gather_objects
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState
 from minloop.step import evaluating, gpt_forward_step
@@ -164,7 +165,8 @@ def _names(batches: list[Batch]) -> list[str]:
 
 
 def _sequence_parallel_weights(state: TrainState) -> set[str]:
-    return {leaf.key for leaf, weight in sharded_parameters(state) if getattr(weight, "sequence_parallel", False)}
+    own = sharded_parameters(state.chunks, state.groups)
+    return {leaf.key for leaf, weight in own if getattr(weight, "sequence_parallel", False)}
 
 
 def _join(parts: list[tuple[list[str], dict[str, list[torch.Tensor]]]]) -> dict[str, torch.Tensor]:

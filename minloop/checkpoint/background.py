@@ -1,0 +1,78 @@
+"""A save that goes on beside training: a thread of every rank, and a process group for these threads alone."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from minloop import distributed
+
+TIMEOUT = timedelta(hours=1)
+"""How long one rank's thread waits for another that still writes. A rank that died is noticed at once."""
+
+_groups: WeakKeyDictionary[Any, dist.ProcessGroup] = WeakKeyDictionary()
+_in_flight: "list[PendingSave]" = []
+
+
+class PendingSave:
+    """A save under way in the background, from `start_save`; at most one in a process.
+
+    It commits itself when all ranks have written, without any of them asking; a process that ends normally ends after
+    it. On the CPU or with a GPU it is a thread of this process, which runs no CUDA, and whose collectives are on a gloo
+    group of their own.
+
+    Attributes:
+        directory: where the checkpoint will be.
+    """
+
+    def __init__(self, directory: Path, finish: Callable[[], None]) -> None:
+        self.directory = directory
+        self._finish: Callable[[], None] | None = finish
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=f"minloop save of {directory.name}")
+        _in_flight.append(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        assert self._finish is not None
+        try:
+            self._finish()
+        except Exception as error:
+            self._error = error
+        self._finish = None  # and with it the copies
+
+    def done(self) -> bool:
+        """Whether the save has ended on this rank, well or not. Other ranks may see that a little later or earlier."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait for the end of the save; return its directory. Every rank calls it.
+
+        Raises:
+            RuntimeError: on every rank, if the save failed on any; earlier checkpoints are as they were.
+        """
+        self._thread.join()
+        if self in _in_flight:
+            _in_flight.remove(self)
+        if self._error is not None:
+            raise RuntimeError(f"{self.directory} was not saved: {self._error}") from self._error
+        return self.directory
+
+
+def wait_for_pending() -> None:
+    """Wait for the save in flight, if any; raise its error, unless `wait` has."""
+    for pending in [*_in_flight]:
+        pending.wait()
+
+
+def group_of_threads() -> dist.ProcessGroup:
+    """A gloo group of all ranks that training never uses; made on the first call, by all ranks."""
+    default = dist.group.WORLD
+    if default not in _groups:
+        _groups[default] = cast("Any", dist.new_group(backend="gloo", timeout=TIMEOUT))
+        distributed.created.callback(wait_for_pending)  # before `shutdown_distributed` destroys the group
+    return _groups[default]

@@ -1,0 +1,122 @@
+"""What a checkpoint holds, from its metadata alone: on any machine, without a group, a GPU or the model."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from minloop.checkpoint import directory
+from minloop.checkpoint.reading import read_checkpoint
+
+OPTIMIZER = "optimizer."
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """A tensor of the whole model; layers that are alike are stacked in its first dimension."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Its size without the file format's own."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.shape))}] {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class CheckpointDescription:
+    """What a checkpoint holds; `print` shows it.
+
+    Attributes:
+        directory: the checkpoint's own directory.
+        iteration: optimizer steps taken; None if it does not say.
+        layout: sizes of the groups that saved it ("tp", "cp", "ep", "expt_tp", "pp", "dp"); empty if not by minloop.
+        architecture: the fields that decide shape and meaning of the weights; empty if not by minloop.
+        optimizer_kind: "fp32", "float16" (DDP, fp32 master weights) or "distributed" (ZeRO-1); None if not by minloop.
+        weights: tensors of the model by name.
+        optimizer: tensors of the optimizer by name: moments and master weights.
+        counters: consumed_samples and so on.
+        file_bytes: bytes of all files.
+    """
+
+    directory: Path
+    iteration: int | None
+    layout: dict[str, int]
+    architecture: dict[str, Any]
+    optimizer_kind: str | None
+    weights: dict[str, TensorDescription]
+    optimizer: dict[str, TensorDescription]
+    counters: dict[str, int]
+    file_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights."""
+        return sum(math.prod(tensor.shape) for tensor in self.weights.values())
+
+    def __str__(self) -> str:
+        def listed(fields: dict[str, Any]) -> str:
+            return ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None) or "-"
+
+        width = max((len(name) for name in self.weights), default=0)
+        moments: dict[str, list[TensorDescription]] = defaultdict(list)
+        for name, tensor in self.optimizer.items():
+            moments[".".join(name.split(".")[:3])].append(tensor)
+        return "\n".join(
+            [
+                f"{self.directory}",
+                f"iteration      {self.iteration}",
+                f"counters       {listed(self.counters)}",
+                f"layout         {listed(self.layout)}",
+                f"architecture   {listed(self.architecture)}",
+                f"optimizer      {self.optimizer_kind or '-'}",
+                f"files          {_text(self.file_bytes)}",
+                f"weights        {self.num_parameters:,} parameters, {_size(self.weights.values())}",
+                *(f"  {name:{width}}  {tensor}" for name, tensor in sorted(self.weights.items())),
+                *(f"{name}  {len(part)} tensors, {_size(part)}" for name, part in sorted(moments.items())),
+            ]
+        )
+
+
+def describe_checkpoint(checkpoint: str | Path) -> CheckpointDescription:
+    """Describe a checkpoint, or the newest undamaged one of a run's directory; nothing that its files hold is executed.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint there.
+        CheckpointError: a file is damaged, of another format, or holds more than plain data.
+    """
+    opened = read_checkpoint(directory.resolve(checkpoint))
+    tensors = {
+        name: TensorDescription(tuple(tensor.size), tensor.properties.dtype)
+        for name, tensor in opened.metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
+    saved: dict[str, Any] = opened.common.get("minloop", {})
+    return CheckpointDescription(
+        directory=opened.path,
+        iteration=opened.common.get("iteration"),
+        layout=saved.get("layout", {}),
+        architecture=saved.get("architecture", {}),
+        optimizer_kind=saved.get("optimizer_kind"),
+        weights={name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIMIZER)},
+        optimizer={name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER)},
+        counters={name: saved[name] for name in ("consumed_samples", "skipped_iterations") if name in saved},
+        file_bytes=sum(file.stat().st_size for file in opened.path.iterdir() if file.is_file()),
+    )
+
+
+def _size(tensors: Iterable[TensorDescription]) -> str:
+    return _text(sum(tensor.bytes for tensor in tensors))
+
+
+def _text(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

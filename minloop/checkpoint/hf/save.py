@@ -1,0 +1,154 @@
+"""Writing a model of any layout as Hugging Face's weights."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_model_config
+
+from minloop.checkpoint.agreement import agreed, from_first_rank
+from minloop.checkpoint.durable import sync
+from minloop.checkpoint.hf.config import config_entries, read_hf_config
+from minloop.checkpoint.hf.files import DTYPES, write_json, write_weights
+from minloop.checkpoint.hf.layout import Layout, layouts
+from minloop.checkpoint.hf.target import Target, check_model, chunks_of, own_parts
+from minloop.data_parallel import gathered_parameters
+
+Place = tuple[slice, ...]
+Holders = dict[str, list[tuple[int, Place]]]
+"""Full tensor → the ranks that hold it and the block that each has."""
+
+
+def save_hf_weights(
+    directory: str | Path,
+    target: Target,
+    hf_config: str | Path | Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5_000_000_000,
+) -> None:
+    """Write the weights as safetensors files that transformers reads, whatever the layout here; every rank calls it.
+
+    The first rank writes, and holds one of mcore's full tensors at a time, which the others send it: a model needs not
+    fit one host's memory. The directory appears under its name when it is complete. Beside the weights it holds
+    config.json; a tokenizer's files and a generation config are yours to copy.
+
+    Args:
+        directory: a new or empty one.
+        target: a training state, or this rank's chunks.
+        hf_config: the config of the model: a directory with its config.json, or the content of one.
+        dtype: float32, bfloat16 or float16; by default the weights' own.
+        max_shard_size: bytes of a file; a larger tensor has a file to itself.
+    Raises:
+        ValueError: `hf_config` describes another model, the directory holds something, or the dtype is none of these.
+        RuntimeError: it cannot be written. Every rank raises it; what was written remains as "….unfinished".
+    """
+    chunks, final = chunks_of(target), Path(directory)
+    dtype = dtype or get_model_config(chunks[0]).params_dtype
+    with agreed():
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype}: use one of {', '.join(map(str, DTYPES))}")
+        entries = config_entries(hf_config)
+        model = read_hf_config(entries)
+        check_model(chunks, model)
+    expected = layouts(model)
+    unfinished = from_first_rank(lambda: _begin(final))
+    with gathered_parameters(chunks), torch.no_grad():
+        own: dict[str, list[tuple[Place, torch.Tensor]]] = {}
+        for name, part in own_parts(chunks):
+            if part.is_main:
+                own.setdefault(name, []).append((part.place, part.tensor))
+        holders = _gather_holders(own)
+        from_first_rank(lambda: _check_complete(expected, holders))
+        tensors = _stream(expected, own, holders, dtype)
+        shapes = {name: shape for layout in expected.values() for name, shape in layout.shapes.items()}
+        failure = None
+        try:
+            if dist.get_rank() == 0:
+                write_weights(unfinished, shapes, tensors, dtype, max_shard_size)
+        except OSError as error:
+            failure = error
+        for _ in tensors:  # the other ranks' part, or what they still send to one that failed
+            pass
+    entry = "torch_dtype" if "torch_dtype" in entries else "dtype"  # its name before and since transformers 5
+    entries |= {"architectures": [model.name], entry: str(dtype).removeprefix("torch.")}
+    from_first_rank(lambda: _finish(unfinished, final, entries, failure))
+
+
+def _begin(final: Path) -> Path:
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise ValueError(f"{final} holds something already: choose another directory, or empty it")
+    unfinished = final.with_name(final.name + ".unfinished")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        for left in unfinished.iterdir():  # by a save that was cut short
+            left.unlink()
+    except OSError as error:
+        raise RuntimeError(f"{final} cannot be written: {error}") from error
+    return unfinished
+
+
+def _finish(unfinished: Path, final: Path, entries: dict[str, Any], failure: OSError | None) -> None:
+    if failure is not None:
+        raise RuntimeError(f"{final} cannot be written: {failure}") from failure
+    write_json(unfinished / "config.json", entries)
+    sync(unfinished)
+    unfinished.replace(final)
+    sync(final.parent)
+
+
+def _gather_holders(own: Mapping[str, Sequence[tuple[Place, torch.Tensor]]]) -> Holders:
+    """Tell the first rank who holds what; on others the answer is empty."""
+    mine = {name: [place for place, _ in blocks] for name, blocks in own.items()}
+    everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, everyones, dst=0)
+    holders: Holders = {}
+    for rank, theirs in enumerate(everyones or []):
+        for name, places in theirs.items():
+            holders.setdefault(name, []).extend((rank, place) for place in places)
+    return holders
+
+
+def _check_complete(expected: Mapping[str, Layout], holders: Holders) -> None:
+    if unknown := [name for name in holders if name not in expected]:
+        raise ValueError(
+            f"the model has parameters that its Hugging Face architecture has no tensors for: {', '.join(unknown[:5])}"
+        )
+    for name, layout in expected.items():
+        blocks = (block for _, place in holders.get(name, []) for _, block, _ in layout.pieces(place))
+        found = sum(_size(block) for block in blocks)
+        if found != torch.Size(layout.shape()).numel():
+            raise RuntimeError(f"the ranks' shares of {name} do not make up the whole: its sharded_state_dict is wrong")
+
+
+def _size(place: Place) -> int:
+    return torch.Size(side.stop - side.start for side in place).numel()
+
+
+def _stream(
+    expected: Mapping[str, Layout],
+    own: Mapping[str, Sequence[tuple[Place, torch.Tensor]]],
+    holders: Holders,
+    dtype: torch.dtype,
+) -> Iterator[torch.Tensor]:
+    """Yield Hugging Face's tensors on the first rank, on the CPU; the others send it their parts and yield nothing."""
+    rank = dist.get_rank()
+    for name, layout in expected.items():
+        blocks = iter(own.get(name, []))
+        if rank != 0:
+            for _, value in blocks:
+                dist.send(value.to(dtype).contiguous(), dst=0)
+            continue
+        whole = {theirs: torch.empty(shape, dtype=dtype) for theirs, shape in layout.shapes.items()}
+        for holder, place in holders[name]:
+            if holder == 0:
+                _, value = next(blocks)
+            else:
+                size = [side.stop - side.start for side in place]
+                value = torch.empty(size, dtype=dtype, device=torch.cuda.current_device())
+                dist.recv(value, src=holder)
+            for theirs, block, rows in layout.pieces(place):
+                whole[theirs][block] = value[rows].cpu()
+        yield from whole.values()

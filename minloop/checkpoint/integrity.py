@@ -1,0 +1,161 @@
+"""Whether a checkpoint's files are what was saved: sizes always, contents on request.
+
+The list of files is integrity.json (see manifest.py), mcore's own or with sizes beside it. Without it, sizes are
+checked by `.metadata`, which says where every part of every tensor ends, and contents by the CRC-32 that PyTorch stores
+with every part (and ignores when it loads: a flipped byte would become a weight).
+"""
+
+import hashlib
+import io
+import json
+import math
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from minloop.checkpoint.manifest import ALGORITHM, MANIFEST
+from minloop.checkpoint.reading import (
+    EARLIER,
+    CheckpointError,
+    check_format,
+    read_common,
+    read_metadata,
+    read_slice,
+)
+
+
+def verify_checkpoint(directory: str | Path, *, contents: bool = True) -> list[str]:
+    """Return what is wrong with a checkpoint, one line for each file or tensor; an empty list means nothing is.
+
+    Works on one process, without a group, a GPU or the model, and runs nothing that the files hold.
+
+    Args:
+        directory: one checkpoint ("…/iter_0000005").
+        contents: read every file and compare it with its digest, or, where none was saved, with PyTorch's CRC-32;
+            False looks at names and sizes only.
+    """
+    path = Path(directory)
+    if faults := structural_faults(path):
+        return faults
+    if not contents:
+        return []
+    return content_faults(path, files_to_verify(path, without_digest=True))
+
+
+def structural_faults(path: Path) -> list[str]:
+    """Faults that show without reading tensors: of names, sizes, format, and the records of what lies where."""
+    try:
+        check_format(path)
+        metadata = read_metadata(path)
+        if absent := _wrong_sizes(path, metadata):
+            return absent
+        read_common(path, metadata)
+    except CheckpointError as error:
+        return [str(error)]
+    return [*_incomplete_tensors(path, metadata)]
+
+
+def files_to_verify(path: Path, *, without_digest: bool) -> list[str]:
+    """Names of the files whose contents can be verified: those with a digest and, if asked for, the other .distcp."""
+    names = [*read_manifest(path)[1]]
+    if without_digest:
+        names += sorted(file.name for file in path.glob("*.distcp") if file.name not in names)
+    return names
+
+
+def content_faults(path: Path, names: Iterable[str]) -> list[str]:
+    """Read the files called `names`; return a line for each that differs from what was saved.
+
+    Raises:
+        CheckpointError: integrity.json or `.metadata` cannot be read.
+    """
+    _, digests, algorithm = read_manifest(path)
+    metadata, faults = read_metadata(path), list[str]()
+    for name in names:
+        try:
+            if name in digests:
+                fault = _wrong_digest(path / name, digests[name], algorithm)
+            else:
+                fault = _wrong_crc(path, name, metadata)
+        except OSError as error:
+            fault = f"{path / name} cannot be read: {error}"
+        faults += [fault] if fault else []
+    return faults
+
+
+def read_manifest(path: Path) -> tuple[dict[str, int], dict[str, str], str]:
+    """Return what integrity.json tells: bytes of files, hex digests of files, and the digests' algorithm.
+
+    Raises:
+        CheckpointError: it is there but not what it should be.
+    """
+    file = path / MANIFEST
+    if not file.exists():
+        return {}, {}, ""
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+        sizes = {str(name): int(size) for name, size in content.get("bytes", {}).items()}
+        digests = {str(name): str(digest) for name, digest in content["files"].items()}
+        algorithm = str(content.get("algorithm") or ALGORITHM)
+        if any(Path(name).name != name for name in sizes | digests):
+            raise ValueError("it names files outside the checkpoint")
+        if digests and algorithm not in hashlib.algorithms_guaranteed:
+            raise ValueError(f"hashlib knows no algorithm {algorithm!r}")
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}); {EARLIER}") from error
+    return sizes, digests, algorithm
+
+
+def _wrong_sizes(path: Path, metadata: Metadata) -> list[str]:
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    exact = read_manifest(path)[0]
+    sizes = {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()}
+    faults: list[str] = []
+    for name in sorted(ends.keys() | exact.keys()):
+        size, expected = sizes.get(name), exact.get(name)
+        if size is None:
+            faults.append(f"{path / name} is missing")
+        elif expected is not None and size != expected:
+            faults.append(f"{path / name} has {size} bytes, saved were {expected}")
+        elif size < ends.get(name, 0):
+            faults.append(f"{path / name} has {size} bytes, its tensors end at {ends[name]}: it was cut short")
+    return faults
+
+
+def _incomplete_tensors(path: Path, metadata: Metadata) -> Iterable[str]:
+    places = {(index.fqn, tuple(index.offset or ())) for index in metadata.storage_data}
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            if (name, ()) not in places:
+                yield f"{path / '.metadata'} says of the object {name} not where it lies"
+            continue
+        stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks if (name, tuple(chunk.offsets)) in places)
+        if stored != math.prod(tensor.size):
+            yield f"{path / '.metadata'} places {stored} of the {math.prod(tensor.size)} elements of {name}"
+
+
+def _wrong_digest(file: Path, digest: str, algorithm: str) -> str:
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, algorithm).hexdigest()
+    return (
+        "" if found == digest else f"{file} is not what was saved: its {algorithm} is {found[:12]}…, not {digest[:12]}…"
+    )
+
+
+def _wrong_crc(path: Path, name: str, metadata: Metadata) -> str:
+    for index, place in metadata.storage_data.items():
+        if place.relative_path != name or place.transform_descriptors:
+            continue
+        try:
+            with zipfile.ZipFile(io.BytesIO(read_slice(path, place))) as archive:
+                wrong = archive.testzip()
+        except zipfile.BadZipFile as error:
+            wrong = str(error)
+        if wrong:
+            return f"{path / name} is not what was saved: the CRC-32 of {index.fqn} is wrong ({wrong})"
+    return ""

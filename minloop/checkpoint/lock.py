@@ -1,0 +1,84 @@
+"""Who uses a directory: one run writes into it, and a checkpoint that a living run loaded last is not deleted.
+
+Both are locks that the system holds on open files and drops with the process, however it ends: none is ever stale.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import weakref
+from pathlib import Path
+from typing import IO
+
+import torch.distributed as dist
+
+from minloop.messages import say_once
+
+LOCK = ".lock"
+"""In a directory of checkpoints: who writes there. The file itself stays; deleting it would let two runs in."""
+
+_held: dict[Path, IO[str]] = {}
+_in_use: list[IO[bytes]] = []
+
+
+def hold(directory: Path) -> None:
+    """Keep `directory` for this run until its process group is destroyed or its process ends. On one rank only.
+
+    Locks of this kind (`fcntl.lockf`) belong to the process, so worker processes forked from it do not prolong them.
+
+    Raises:
+        RuntimeError: another run holds it.
+    """
+    path = (directory / LOCK).resolve()
+    if path in _held and path.exists() and os.path.samestat(path.stat(), os.fstat(_held[path].fileno())):
+        return
+    file = path.open("a+")
+    file.seek(0)
+    owner, me = file.read(), f"process {os.getpid()} on {socket.gethostname()}"
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise RuntimeError(
+            f"another run writes into {directory}: {owner or 'a process'} holds its lock; wait until it ends, stop it, "
+            "or save into another directory"
+        ) from None
+    except OSError as error:
+        say_once(f"{directory} lies on a file system without locks ({error}): let no two runs save into it")
+    if owner and not owner.endswith(f" on {socket.gethostname()}"):
+        say_once(
+            f"{directory} was being written by {owner}, which did not end in order: if it still runs, this file "
+            "system's locks do not reach other machines, and the two must not save into one directory"
+        )
+    file.truncate(0)
+    file.write(me)
+    file.flush()
+    _held[path] = file
+    weakref.finalize(dist.group.WORLD, _release, path, os.getpid())
+
+
+def _release(path: Path, process: int) -> None:
+    if process == os.getpid() and (file := _held.pop(path, None)):
+        with contextlib.suppress(OSError), file:
+            file.truncate(0)
+
+
+def mark_in_use(checkpoint: Path) -> None:
+    """Keep other runs and this one from deleting `checkpoint`, until another is marked or the process ends."""
+    with contextlib.suppress(OSError):
+        file = (checkpoint / "metadata.json").open("rb")
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _in_use[:] = [file]
+
+
+def is_in_use(checkpoint: Path) -> bool:
+    """Whether a process has marked `checkpoint`. Machines that share a file system without locks do not see it."""
+    try:
+        with (checkpoint / "metadata.json").open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,135 @@
+"""Reading a checkpoint's tensors into the places a template names, with one answer on every rank."""
+
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.safe_globals import SafeUnpickler
+from torch.distributed.checkpoint.api import CheckpointException
+
+from minloop.checkpoint.agreement import agreed
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain, read_safely
+from minloop.messages import without_warnings
+
+EXTRA_STATE = "_extra_state"
+"""Ends the keys of what layers save beside weights (Transformer Engine's scaling factors), which not all layers do."""
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a tensor's name is one of `patterns`, in which * stands for anything."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def read_tensors(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequence[str] = ()) -> dict[str, Any]:
+    """Read what `template`, mcore's sharded state dict, asks for, and what is no tensor; every rank calls it.
+
+    That all of it is there and fits is checked before anything is read. mcore then reads straight into the tensors of
+    the template, so that of a file that turns out to be damaged only now, part has been copied into the model already:
+    verify contents first (`load_checkpoint(verify=True)`) where that matters.
+
+    Args:
+        resize: names of tensors that may be smaller or larger in the checkpoint: what both have is read, and the rest
+            keeps its values.
+    Raises:
+        ValueError: the checkpoint lacks tensors of the template, or holds them in another shape.
+        CheckpointError: a file is damaged or holds more than plain data.
+    """
+    with agreed():
+        _check_fit(saved, template, resize)
+    with agreed(), read_safely(saved), without_warnings():
+        try:
+            # without the exchange of every rank's keys: nothing in here waits for another rank
+            answer = dist_checkpointing.load(
+                template,
+                str(saved.path),
+                sharded_strategy=_KeepingStrategy(saved, resize),
+                strict=StrictHandling.RETURN_UNEXPECTED,
+                validate_access_integrity=False,
+            )
+        except CheckpointException as error:  # PyTorch's, which is no Exception
+            cause = next(iter(error.failures.values()))[0]
+            text = str(cause) if isinstance(cause, CheckpointError) else f"{saved.path} cannot be read: {cause!r}"
+            raise CheckpointError(f"{text}; part of it is in the model already: build the state anew") from cause
+        loaded = cast("tuple[dict[str, Any], set[str], set[str]]", answer)[0]
+        for key, content in loaded.items():
+            if key.startswith("model"):
+                _check_extra_states(saved, content)
+    return loaded
+
+
+def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequence[str]) -> None:
+    known, lacking, differing = saved.metadata.state_dict_metadata, list[str](), list[str]()
+    for part in nested_values(extract_sharded_base(load_preprocess(template)[0])[0]):
+        key = part.unique_key if isinstance(part, ShardedObject) else part.key
+        if EXTRA_STATE in key:
+            continue
+        if key not in known:
+            lacking.append(key)
+        elif isinstance(part, ShardedTensor) and not (part.allow_shape_mismatch or matches(key, resize)):
+            there = tuple(getattr(known[key], "size", ()))
+            if there != tuple(part.global_shape):
+                differing.append(f"{key}: {[*there]} saved, {[*part.global_shape]} here")
+    if lacking:
+        names = sorted(set(lacking))
+        raise ValueError(f"{saved.path} lacks {len(names)} tensors that this state has: {_first(names)}")
+    if differing:
+        names = sorted(set(differing))
+        raise ValueError(
+            f"{saved.path} holds {len(names)} tensors in another shape: {_first(names)}; "
+            "load_weights(resize=…) loads what both have"
+        )
+
+
+def _first(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+class _KeepingStrategy(TorchDistLoadShardedStrategy):
+    """mcore's reading, after which what a smaller saved tensor does not cover has the values it had (mcore: zeros)."""
+
+    def __init__(self, saved: SavedCheckpoint, resize: Sequence[str]) -> None:
+        super().__init__()
+        self._saved, self._resize = saved, resize
+
+    def load(self, sharded_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        kept: list[tuple[ShardedTensor, torch.Tensor]] = []
+        for part in nested_values(sharded_state_dict):
+            if isinstance(part, ShardedTensor) and part.data is not None and matches(part.key, self._resize):
+                part.allow_shape_mismatch = True
+                kept.append((part, part.data.clone()))
+        loaded = super().load(sharded_state_dict, *args, **kwargs)
+        for part, own in kept:
+            tensor: Any = part.data  # into which was read, with the stacked dimensions (layers) in front by now
+            own = own.view(tensor.shape)
+            saved: Any = self._saved.metadata.state_dict_metadata[part.key]
+            common = tuple(
+                slice(max(0, there - first)) for first, there in zip(part.global_offset, saved.size, strict=True)
+            )
+            own[common] = tensor[common]
+            tensor.copy_(own)
+        return loaded
+
+
+def _check_extra_states(saved: SavedCheckpoint, content: dict[str, Any]) -> None:
+    """Refuse layers' extra state that is more than plain data: Transformer Engine unpickles it without restriction."""
+    for name, value in content.items():
+        if not name.endswith(EXTRA_STATE):
+            continue
+        if isinstance(value, io.BytesIO):
+            load_plain(value, saved.path / name)
+            value.seek(0)
+        elif isinstance(value, torch.Tensor) and value.numel():
+            try:
+                SafeUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(f"{saved.path}: {name} is refused ({error}); nothing of it was run") from error

@@ -1,0 +1,269 @@
+"""Damaged and crafted checkpoints: one named error on every rank, the state as it was, and nothing executed."""
+
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from small import small_state
+
+import minloop
+
+LAYOUT: dict[str, Any] = {"num_layers": 2, "tensor_model_parallel_size": 2}
+TENSOR = "output_layer.weight"
+
+
+def save_twice(directory: str) -> None:
+    state = small_state(**LAYOUT)
+    for _ in range(2):
+        state.iteration += 1
+        minloop.save_checkpoint(directory, state)
+    minloop.shutdown_distributed()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory with the checkpoints of iterations 1 and 2."""
+    directory = tmp_path_factory.mktemp("saved")
+    run_ranks(2, save_twice, str(directory))
+    return directory
+
+
+def try_to_load(attempts: list[tuple[str, bool | None]]) -> list[tuple[str, str, bool, float]]:
+    """Of each attempt: the error's type, its message (or the directory loaded), whether the state changed, seconds."""
+    outcomes: list[tuple[str, str, bool, float]] = []
+    state = small_state(seed=77, **LAYOUT)
+    for path, verify in attempts:
+        before, start = [p.detach().clone() for p in state.chunks[0].parameters()], time.monotonic()
+        try:
+            kind, text = "", str(minloop.load_checkpoint(path, state, verify=verify))
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+        unchanged = all(map(torch.equal, before, state.chunks[0].parameters()))
+        outcomes.append((kind, text, unchanged, time.monotonic() - start))
+    dist.barrier()  # every rank is still in step with the others
+    minloop.shutdown_distributed()
+    return outcomes
+
+
+def write(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda checkpoint: (without_manifest(checkpoint), (checkpoint / name).write_bytes(content))[0]
+
+
+def without_manifest(checkpoint: Path) -> None:
+    (checkpoint / "integrity.json").unlink()
+
+
+def cut(checkpoint: Path, manifest: bool = True) -> None:
+    if not manifest:
+        without_manifest(checkpoint)
+    os.truncate(shard(checkpoint), shard(checkpoint).stat().st_size - 100)
+
+
+def place(checkpoint: Path, fqn: str = TENSOR) -> Any:
+    """Where an object, or the last part of a tensor, which only rank 1 reads, lies."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    parts = [(index.offset or (), place) for index, place in metadata.storage_data.items() if index.fqn == fqn]
+    return max(parts, key=lambda part: part[0])[1]
+
+
+def shard(checkpoint: Path) -> Path:
+    return checkpoint / place(checkpoint).relative_path
+
+
+def flip(checkpoint: Path, manifest: bool = True, fqn: str = TENSOR, at: float = 0.5) -> None:
+    if not manifest:
+        without_manifest(checkpoint)
+    part = place(checkpoint, fqn)
+    with (checkpoint / part.relative_path).open("r+b") as file:
+        file.seek(part.offset + int(part.length * at))
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def edit_metadata(checkpoint: Path, edit: Callable[[Any], None]) -> None:
+    without_manifest(checkpoint)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    edit(metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def drop_part(metadata: Any) -> None:
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == TENSOR)]
+
+
+def point_outside(metadata: Any) -> None:
+    index, part = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = replace(part, relative_path="../../etc/passwd")
+
+
+ELSEWHERE = b'{"sharded_backend": "zarr", "sharded_backend_version": 2}'
+UNKNOWN_CLASS = b"cmegatron.core.dist_checkpointing.strategies.future\nNewMetadata\n."
+DAMAGES: dict[str, tuple[Callable[[Path], Any], bool | None, str]] = {
+    "missing shard": (lambda c: shard(c).unlink(), None, ".distcp is missing"),
+    "cut shard": (cut, None, ".distcp has "),
+    "cut shard, no list of files": (lambda c: cut(c, False), None, "it was cut short"),
+    "flipped byte": (flip, None, ".distcp is not what was saved: its sha256 is"),
+    "flipped byte, no digests": (lambda c: flip(c, False), True, "the CRC-32 of output_layer.weight is wrong"),
+    "empty .metadata": (write(".metadata", b""), None, ".metadata is damaged (EOFError"),
+    "garbage .metadata": (write(".metadata", b"\x93garbage" * 99), None, ".metadata is damaged ("),
+    "a later mcore's .metadata": (write(".metadata", UNKNOWN_CLASS), None, "strategies.future.NewMetadata"),
+    ".metadata lacks a part": (lambda c: edit_metadata(c, drop_part), None, "elements of output_layer.weight"),
+    ".metadata names other files": (lambda c: edit_metadata(c, point_outside), None, "etc/passwd, which is no file"),
+    "empty metadata.json": (write("metadata.json", b""), None, "metadata.json is damaged (JSONDecodeError"),
+    "garbage metadata.json": (write("metadata.json", b"[1]"), None, "metadata.json is damaged ("),
+    "another format": (write("metadata.json", ELSEWHERE), None, "sharded_backend='zarr', version 2"),
+    "garbage common.pt": (write("common.pt", b"garbage"), None, "common.pt is damaged ("),
+    "garbage integrity.json": (lambda c: (c / "integrity.json").write_text("{"), None, "integrity.json is damaged"),
+}
+
+
+def test_damage_is_named_on_every_rank_and_changes_nothing(saved: Path, tmp_path: Path) -> None:
+    attempts: list[tuple[str, bool | None]] = []
+    for number, (damage, verify, _) in enumerate(DAMAGES.values()):
+        checkpoint = Path(shutil.copytree(saved / "iter_0000002", tmp_path / str(number) / "iter_0000002"))
+        damage(checkpoint)
+        attempts.append((str(checkpoint), verify))
+    outcomes = run_ranks(2, try_to_load, attempts)
+    for case, (_, _, message), *ranks in zip(DAMAGES, DAMAGES.values(), *outcomes, strict=True):
+        for kind, text, unchanged, seconds in ranks:
+            assert kind == "CheckpointError", (case, kind, text)
+            assert message in text, case
+            assert text == ranks[0][1]
+            assert unchanged, case
+            assert seconds < 30
+
+
+def test_what_one_rank_finds_while_reading_is_raised_on_all(saved: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002"))
+    flip(checkpoint, at=0.0)  # PyTorch's file header: only rank 1 reads this part
+    ((first, text, *_),), ((second, other, *_),) = run_ranks(2, try_to_load, [(str(checkpoint), False)])
+    assert first == second == "CheckpointError"
+    assert text == other
+    assert text.startswith("on rank 1: ")
+    assert f"{shard(checkpoint)} is damaged" in text
+    assert "build the state anew" in text
+
+
+def test_a_damaged_newest_falls_back_to_the_one_before(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut_run, flipped_run = (Path(shutil.copytree(saved, tmp_path / name)) for name in ("cut", "flipped"))
+    cut(cut_run / "iter_0000002")
+    flip(flipped_run / "iter_0000002")
+    with caplog.at_level(logging.WARNING, "minloop"):
+        assert minloop.latest_checkpoint(cut_run) == cut_run / "iter_0000001"
+    assert f"{cut_run / 'iter_0000002'} is damaged" in caplog.text
+    assert f"{cut_run / 'iter_0000001'} is tried in its place" in caplog.text
+    assert minloop.latest_checkpoint(flipped_run) == flipped_run / "iter_0000002"
+    outcomes = run_ranks(2, try_to_load, [(str(cut_run), None), (str(flipped_run), None), (str(flipped_run), False)])
+    for rank in outcomes:
+        assert [text for _, text, _, _ in rank] == [
+            str(cut_run / "iter_0000001"),
+            str(flipped_run / "iter_0000001"),
+            str(flipped_run / "iter_0000002"),
+        ]
+    cut(cut_run / "iter_0000001")
+    (((kind, text, *_),), _) = run_ranks(2, try_to_load, [(str(cut_run), None)])
+    assert kind == "CheckpointError"
+    assert f"{shard(cut_run / 'iter_0000001')} has" in text
+
+
+def test_verify_checkpoint_lists_every_fault(saved: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002"))
+    assert minloop.verify_checkpoint(checkpoint) == []
+    flip(checkpoint, fqn="embedding.word_embeddings.weight")
+    flip(checkpoint)
+    flipped = {shard(checkpoint), checkpoint / place(checkpoint, "embedding.word_embeddings.weight").relative_path}
+    assert minloop.verify_checkpoint(checkpoint, contents=False) == []
+    faults = minloop.verify_checkpoint(checkpoint)
+    assert {Path(fault.split()[0]) for fault in faults} == flipped
+    mcores = json.loads((checkpoint / "integrity.json").read_text())
+    del mcores["bytes"]
+    (checkpoint / "integrity.json").write_text(json.dumps(mcores))
+    assert minloop.verify_checkpoint(checkpoint) == faults
+    without_manifest(checkpoint)
+    assert ["CRC-32" in fault for fault in minloop.verify_checkpoint(checkpoint)] == [True] * len(flipped)
+
+
+class Evil:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.marker,)
+
+
+def saved_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def replace_object(checkpoint: Path, name: str, content: bytes) -> None:
+    """Let a stored object or tensor be `content`, put at the end of a shard."""
+    file_name = shard(checkpoint).name
+    with shard(checkpoint).open("ab") as file:
+        start = file.tell()
+        file.write(content)
+
+    def point(metadata: Any) -> None:
+        found = [(index, part) for index, part in metadata.storage_data.items() if index.fqn == name]
+        assert found
+        for index, part in found:
+            metadata.storage_data[index] = replace(part, relative_path=file_name, offset=start, length=len(content))
+
+    edit_metadata(checkpoint, point)
+
+
+EXTRA = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
+CRAFTED: dict[str, Callable[[Path, Evil], None]] = {
+    ".metadata": lambda c, evil: write(".metadata", pickle.dumps(evil))(c),
+    "common.pt": lambda c, evil: write("common.pt", saved_bytes(evil))(c),
+    "common.pt, a bare pickle": lambda c, evil: write("common.pt", pickle.dumps(evil, protocol=2))(c),
+    "common state": lambda c, evil: replace_object(c, "common_state/shard_0_1", saved_bytes([evil])),
+    "random streams": lambda c, evil: replace_object(c, "minloop.rng_state/shard_0.0.0_1.2.1", saved_bytes([evil])),
+    "tensor": lambda c, evil: replace_object(c, "output_layer.weight", saved_bytes(evil)),
+    "extra state": lambda c, evil: replace_object(c, EXTRA, saved_bytes([evil])),
+    "Transformer Engine's extra state": lambda c, evil: replace_object(
+        c, EXTRA, saved_bytes([torch.frombuffer(bytearray(pickle.dumps(evil)), dtype=torch.uint8)])
+    ),
+}
+
+
+def test_nothing_in_a_folder_is_executed(saved: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    pickle.loads(pickle.dumps(Evil(str(marker))))
+    marker.rmdir()  # it works, unless something is done about it
+    attempts: list[tuple[str, bool | None]] = []
+    for number, craft in enumerate(CRAFTED.values()):
+        checkpoint = Path(shutil.copytree(saved / "iter_0000002", tmp_path / str(number) / "iter_0000002"))
+        craft(checkpoint, Evil(str(marker)))
+        attempts.append((str(checkpoint), None))
+        assert not marker.exists()
+    outcomes = run_ranks(2, try_to_load, attempts)
+    assert not marker.exists()
+    for case, *ranks in zip(CRAFTED, *outcomes, strict=True):
+        for kind, text, _, _ in ranks:
+            assert kind == "CheckpointError", (case, kind, text)
+            assert "posix.mkdir" in text, case
+            assert "refused" in text, case
+    for path, _ in attempts[:4]:
+        with pytest.raises(minloop.CheckpointError, match=r"posix\.mkdir"):
+            minloop.describe_checkpoint(path)
+        assert minloop.verify_checkpoint(path)
+    assert not marker.exists()
