@@ -17,7 +17,7 @@ DOCUMENTED = json.loads((Path(__file__).parent.parent / "docs" / "sameness.json"
 REFUSALS = {(cell["layout"], cell["architecture"]): cell["refused"] or "" for cell in DOCUMENTED}
 IN_ALL_ARCHITECTURES = ("TP2+SP", "PP2 VPP2")
 DENSE, ROUTED, FIRST_GRADIENT, WEIGHTS = 2e-6, 1e-5, 5e-5, 2e-5
-"""Bounds. The gradient of a gated delta net's A_log is a small difference of large sums, known to 3e-5; others to 3e-6."""
+"""The gradient of a gated delta net's A_log is a small difference of large sums, known to 3e-5; others to 3e-6."""
 
 
 @pytest.fixture(scope="module")
