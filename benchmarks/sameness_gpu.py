@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from ranks import run_ranks  # noqa: E402  (the tests are no package)
 from sameness_cases import LLAMA, SP, ZERO1, layout  # noqa: E402
-from small import small_state, text_loader, train  # noqa: E402
+from small import shared_state, text_loader, train  # noqa: E402
 
 import minloop  # noqa: E402
 
@@ -71,8 +71,7 @@ LAYOUTS = {
 
 def run(directory, options, *, first=False, rounding_seed=None):
     """(loss, gradient norm) of each step, from the weights in `directory`, which the first run writes."""
-    state = small_state(seed=1 if first else 99, **(MODEL | options))
-    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    state = shared_state(directory, first, **(MODEL | options))
     if rounding_seed is not None:
         generator = torch.Generator("cuda").manual_seed(rounding_seed)
         for chunk in state.chunks:

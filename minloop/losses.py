@@ -73,7 +73,7 @@ def exact_token_count(
 def _divide_gradients(chunks: list[Any], tokens: torch.Tensor, groups: ProcessGroupCollection) -> None:
     """Divide all gradients by the tokens of the global batch, which only the last pipeline stage has counted.
 
-    mcore's `finalize_model_grads` would do it given the number, at a third of the speed that memory allows.
+    mcore's `finalize_model_grads` would do it given the number, by a kernel that is slower for a divisor on the GPU.
     """
     dist.broadcast(tokens, src=dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
     dist.all_reduce(tokens, group=groups.dp_cp)

@@ -9,7 +9,7 @@ import pytest
 from matrix import Cell, Matrix
 from ranks import run_ranks
 from sameness_cases import ARCHITECTURES, EXPLAINED, LAYOUTS, RECIPE
-from small import small_state, text_loader, train
+from small import shared_state, text_loader, train
 
 import minloop
 
@@ -68,8 +68,7 @@ def test_the_documented_table_is_whole_and_within_its_bounds() -> None:
 
 
 def run_with_micro_batch(directory: str, micro_batch_size: int, first: bool) -> list[tuple[float, float]]:
-    state = small_state(seed=1 if first else 99, **RECIPE)
-    (minloop.save_checkpoint if first else minloop.load_checkpoint)(directory, state)
+    state = shared_state(directory, first, **RECIPE)
     history = train(state, text_loader(state, micro_batch_size), 5, micro_batch_size)
     minloop.shutdown_distributed()
     return history

@@ -16,6 +16,7 @@ from minloop.messages import say_once
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
+NAME = re.compile(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?")
 NEEDED = (".metadata", "metadata.json")
 """Files that mcore writes after all data: `.metadata` names every shard, `metadata.json` comes last of all."""
 
@@ -39,8 +40,8 @@ def complete_checkpoints(directory: str | Path) -> dict[int, Path]:
     if not root.is_dir():
         return {}
     # A save over an existing iteration was cut short in mid-exchange if only the one being replaced has a name.
-    names = sorted(root.iterdir(), key=lambda path: not path.name.endswith(".replaced"))
-    found = {int(m[1]): path for path in names if (m := re.fullmatch(r"iter_(\d{7,})(\.replaced)?", path.name))}
+    names = sorted(root.iterdir(), key=lambda path: not path.name.endswith(REPLACED))
+    found = {int(match[1]): path for path in names if (match := NAME.fullmatch(path.name))}
     tracker = root / TRACKER
     newest = None
     if tracker.is_file() and re.fullmatch("[0-9]+", text := tracker.read_text(errors="replace").strip()):
