@@ -106,6 +106,8 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
             f"(pipeline_model_parallel_layout {config.pipeline_model_parallel_layout}): three stages would share a "
             "weight that is tied between two; lay out the m beside the L"
         )
+    if config.fused_single_qkv_rope:
+        _check_fused_rope(config, kind)
     if kind == "mrope":
         _check_mrope(config, int((config.kv_channels or 0) * options.get("rotary_percent", 1.0)) // 2)
     if config.multi_latent_attention and kind in ("yarn", "mrope"):
@@ -118,6 +120,22 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
             f"mtp_num_layers ({config.mtp_num_layers}) with heterogeneous layers: mcore would build the prediction "
             "layers by the description of the first decoder layers; set mtp_num_layers=None"
         )
+
+
+def _check_fused_rope(config: TransformerConfig, kind: str) -> None:
+    """mcore's fused function knows plain RoPE only, and would leave out without a word whatever else is set."""
+    for name, value, needed in (
+        ("position_embedding_type", kind, "rope"),
+        ("transformer_impl", config.transformer_impl, "transformer_engine"),
+        ("rotary_interleaved", config.rotary_interleaved, False),
+        ("qk_layernorm", config.qk_layernorm, False),
+        ("qk_l2_norm", config.qk_l2_norm, False),
+        ("multi_latent_attention", config.multi_latent_attention, False),
+    ):
+        if value != needed:
+            raise ValueError(
+                f"fused_single_qkv_rope=True with {name}={value!r}, not {needed!r}: set fused_single_qkv_rope=False"
+            )
 
 
 def _check_mrope(config: TransformerConfig, frequencies: int) -> None:

@@ -23,8 +23,7 @@ from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options
 from minloop.checks import check_config
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
-from minloop.layers.flash_window import mend_flash_attention
-from minloop.layers.weight_gradient import provide_weight_gradient
+from minloop.layers.installed import install_kernels
 from minloop.messages import without_log_lines
 
 
@@ -81,10 +80,7 @@ def build_model(
             "deterministic_mode=True, but torch does not use deterministic algorithms: give this config to "
             "init_distributed, or call torch.use_deterministic_algorithms(True) where a host made the groups"
         )
-    if config.gradient_accumulation_fusion:
-        provide_weight_gradient()
-    if config.transformer_impl == "transformer_engine":
-        mend_flash_attention()
+    install_kernels(config)
     config = copy.copy(config)
     stages = config.virtual_pipeline_model_parallel_size
     chunks: list[MegatronModule] = []

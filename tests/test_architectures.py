@@ -226,6 +226,11 @@ def options_of(fields: dict[str, Any]) -> None:
         (HETEROGENEOUS | {"mtp_num_layers": 1}, r"mtp_num_layers \(1\) with heterogeneous layers"),
         ({"gpt": {"position_embedding_type": "yarn"}}, "'yarn' needs yarn_rotary_scaling_factor, yarn_original"),
         ({"gpt": YARN | ROPE}, "yarn_rotary_scaling_factor, .* with position_embedding_type='rope'"),
+        (
+            {"fused_single_qkv_rope": True, "gpt": YARN},
+            "fused_single_qkv_rope=True with position_embedding_type='yarn'",
+        ),
+        ({"fused_single_qkv_rope": True, "gpt": ROPE}, "with transformer_impl='local', not 'transformer_engine'"),
     ],
 )
 def test_what_mcore_cannot_build_is_refused_by_name(fields: dict[str, Any], message: str) -> None:

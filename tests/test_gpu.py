@@ -190,6 +190,51 @@ def test_all_fused_weight_gradients_agree() -> None:
         assert (value - exact).norm() <= 1e-5 * exact.norm(), name
 
 
+def rotations(rotary: int) -> dict[str, list[torch.Tensor]]:
+    """Queries, keys and values of grouped queries, and the product's gradient: by formula, and by each fused kernel."""
+    fused: Any = import_module("minloop.layers.fused_rope")
+    te: Any = import_module("transformer_engine.pytorch.attention.rope")
+    generator = torch.Generator("cuda").manual_seed(1)
+    s, b, groups, queries, channels = 33, 2, 3, 4, 64
+    sizes = [queries * channels, channels, channels]
+    product = torch.randn(s, b, groups, sum(sizes), generator=generator, device="cuda").bfloat16()
+    half = torch.arange(s, device="cuda")[:, None] * 0.7 ** torch.arange(rotary // 2, device="cuda")
+    angles = torch.cat((half, half), -1)[:, None, None]
+    weights = torch.randn(s, b, groups * queries, channels, generator=generator, device="cuda")
+
+    def by_formula(product: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+        query, key, value = product.double().split(sizes, -1)
+        rotated: list[torch.Tensor] = []
+        for heads in (query.reshape(s, b, -1, channels), key):
+            x, y, rest = heads.split((rotary // 2, rotary // 2, channels - rotary), -1)
+            cosine, sine = half.double().cos()[:, None, None], half.double().sin()[:, None, None]
+            rotated.append(torch.cat((x * cosine - y * sine, y * cosine + x * sine, rest), -1))
+        return [*rotated, value]
+
+    results: dict[str, list[torch.Tensor]] = {}
+    for name, rotate in {
+        "formula": by_formula,
+        "ours": fused.FusedQKVRope(None),
+        "Transformer Engine": te.apply_fused_qkv_rotary_pos_emb,
+    }.items():
+        leaf = product.clone().requires_grad_()
+        split = rotate(leaf, angles, angles, sizes)
+        torch.stack([(part * weights[:, :, : part.shape[2]]).sum() for part in split]).sum().backward()
+        assert leaf.grad is not None
+        results[name] = [part.detach().float().cpu() for part in (*split, leaf.grad)]
+    return results
+
+
+@pytest.mark.parametrize("rotary", [64, 32], ids=["all channels", "half of them"])
+def test_fused_rotations_agree(rotary: int) -> None:
+    needs(1)
+    pytest.importorskip("transformer_engine", reason="it is mcore's attention with Transformer Engine that rotates so")
+    (results,) = run_ranks(1, rotations, rotary)
+    for name in ("ours", "Transformer Engine"):
+        for made, exact in zip(results[name], results["formula"], strict=True):
+            assert (made - exact).abs().max() <= 2**-8 * exact.abs().max(), name
+
+
 def share_a_gpu() -> None:
     os.environ["LOCAL_RANK"] = "0"
     minloop.init_distributed(small_config(), seed=1)
