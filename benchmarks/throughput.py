@@ -58,6 +58,9 @@ def build(run: Run) -> minloop.TrainState:
         raise ValueError(f"no field of mcore's configs: {', '.join(sorted(unknown))}")
     config = minloop.build_config(**of(minloop.TransformerConfig))
     groups = minloop.init_distributed(config, seed=1)
+    if config.tp_comm_overlap:
+        lengths = {"seq_length": run.shape.sequence_length, "micro_batch_size": run.shape.micro_batch_size}
+        minloop.init_tp_overlap(config, **lengths)
     chunks = minloop.build_gpt_model(
         config,
         groups,

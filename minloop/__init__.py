@@ -65,6 +65,7 @@ with light_mcore_import():
     )
     from minloop.state import TrainState
     from minloop.step import StepMetrics, eval_step, gpt_forward_step, train_step
+    from minloop.tp_overlap import init_tp_overlap
 
 __all__ = [
     "Batch",
@@ -115,6 +116,7 @@ __all__ = [
     "hf_config_fields",
     "hybrid_provider",
     "init_distributed",
+    "init_tp_overlap",
     "is_first_rank",
     "latest_checkpoint",
     "load_checkpoint",

@@ -15,6 +15,7 @@ from minloop.expert_checks import check_experts
 from minloop.graph_checks import check_cuda_graphs
 from minloop.memory_checks import check_recompute
 from minloop.spelling import check_spellings
+from minloop.tensor_parallel_checks import check_tensor_parallel
 
 HOOKS = (
     "finalize_model_grads_func",
@@ -115,7 +116,8 @@ def check_config(config: Any) -> None:
     if config.transformer_impl == "transformer_engine" and not use_transformer_engine():
         lacks = "Transformer Engine is not installed" if not HAVE_TE else "there is no GPU"
         raise ValueError(f"transformer_impl='transformer_engine' but {lacks}: use transformer_impl='local'")
-    _check_tensor_parallel(config)
+    check_deterministic_config(config)
+    check_tensor_parallel(config)
     _check_pipeline(config)
     _check_schedule(config)
     check_experts(config)
@@ -123,37 +125,6 @@ def check_config(config: Any) -> None:
     _check_lengths(config)
     check_recompute(config)
     check_cuda_graphs(config)
-    check_deterministic_config(config)
-
-
-def _check_tensor_parallel(config: Any) -> None:
-    tp, heads = config.tensor_model_parallel_size, config.num_attention_heads
-    groups = config.num_query_groups or heads
-    if heads % tp:
-        raise ValueError(f"num_attention_heads ({heads}) is not divisible by tensor_model_parallel_size ({tp})")
-    if heads % groups:
-        raise ValueError(f"num_attention_heads ({heads}) is not divisible by num_query_groups ({groups})")
-    if groups % tp and tp % groups:
-        raise ValueError(
-            f"num_query_groups ({groups}) is neither a multiple nor a divisor of tensor_model_parallel_size ({tp})"
-        )
-    if not config.kv_channels and config.hidden_size % heads:
-        raise ValueError(
-            f"hidden_size ({config.hidden_size}) is not divisible by num_attention_heads ({heads}); or set kv_channels"
-        )
-    ffn = config.ffn_hidden_size or 4 * config.hidden_size
-    if ffn % tp:
-        raise ValueError(f"ffn_hidden_size ({ffn}) is not divisible by tensor_model_parallel_size ({tp})")
-    if config.multi_latent_attention and tp > 1 and not config.sequence_parallel and config.transformer_impl != "local":
-        raise ValueError(
-            f"multi_latent_attention=True with tensor_model_parallel_size ({tp}): on Transformer Engine's layers mcore "
-            "sums the gradients of its shared projections over the ranks only with sequence_parallel=True: set it"
-        )
-    if config.sequence_parallel and tp == 1:
-        raise ValueError(
-            "sequence_parallel=True needs tensor_model_parallel_size > 1: it splits the sequence over the tensor "
-            "parallel ranks; set sequence_parallel=False or a larger tensor_model_parallel_size"
-        )
 
 
 def _check_schedule(config: Any) -> None:

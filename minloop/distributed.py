@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import os
 import socket
 from datetime import timedelta
@@ -59,6 +60,7 @@ def init_distributed(
             environment variables that `deterministic_mode` needs.
     """
     check_config(config)
+    gc.collect()  # an earlier training state, all cycles, would keep its gloo groups, whose threads then spin
     with contextlib.ExitStack() as undo:  # a failure part-way takes back this call's part and no earlier call's
         undo.callback(cpu_backend().undo)
         if not dist.is_initialized():

@@ -25,6 +25,7 @@ from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
 from minloop.layers.installed import install_kernels
 from minloop.messages import without_log_lines
+from minloop.tp_overlap import require_tp_overlap
 
 
 class ModelProvider(Protocol):
@@ -71,7 +72,8 @@ def build_model(
         before_wrapping: called with each chunk before it is cast to bf16 or fp16: load weights, freeze, add adapters.
     Raises:
         ValueError: the groups have another layout than the config.
-        RuntimeError: `deterministic_mode`, but torch does not use deterministic algorithms.
+        RuntimeError: `deterministic_mode`, but torch does not use deterministic algorithms; `tp_comm_overlap` without
+            `init_tp_overlap`.
     """
     check_config(config)
     check_groups(config, groups)
@@ -81,6 +83,7 @@ def build_model(
             "init_distributed, or call torch.use_deterministic_algorithms(True) where a host made the groups"
         )
     install_kernels(config)
+    require_tp_overlap(config)
     config = copy.copy(config)
     stages = config.virtual_pipeline_model_parallel_size
     chunks: list[MegatronModule] = []

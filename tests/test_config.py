@@ -184,6 +184,11 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             },
             r"microbatch_group_size_per_vp_stage \(1\) is less than pipeline_model_parallel_size \(2\)",
         ),
+        ({"tp_comm_overlap": True}, "tp_comm_overlap=True with tensor_model_parallel_size=1: it needs more than 1"),
+        (
+            {"tp_comm_overlap": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "tp_comm_overlap=True with transformer_impl=local: it needs 'transformer_engine' and a GPU",
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(fields: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
-from small import small_config, small_state, text_loader, train
+from small import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, small_config, small_state, text_loader, train
 
 import minloop
 from minloop.layers.weight_gradient import accumulate_weight_gradient
@@ -160,6 +160,24 @@ def test_a_graph_on_two_gpus_is_refused(tmp_path: Path) -> None:
     needs(2)
     with pytest.raises(RankError, match="'full_iteration' on more than one GPU"):
         run_ranks(2, save_initial, str(tmp_path), GRAPH)
+
+
+def overlapped(directory: str, options: dict[str, Any]) -> list[tuple[float, float]]:
+    """A run whose tensor parallel communication hides behind products."""
+    config = small_config(**(MODEL | options))
+    minloop.init_distributed(config, seed=1)
+    minloop.init_tp_overlap(config, seq_length=SEQUENCE_LENGTH, micro_batch_size=MICRO_BATCH_SIZE)
+    return run(directory, options, 10)
+
+
+def test_overlapped_tensor_parallel_communication_trains_the_same_model(tmp_path: Path) -> None:
+    needs(2)
+    pytest.importorskip("transformer_engine", reason="the overlap is Transformer Engine's")
+    options = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True}
+    run_ranks(2, save_initial, str(tmp_path), options)
+    plain = run_ranks(2, run, str(tmp_path), options, 10)[0]
+    hidden = run_ranks(2, overlapped, str(tmp_path), options | {"tp_comm_overlap": True})[0]
+    assert max(abs(a[0] - b[0]) / b[0] for a, b in zip(hidden, plain, strict=True)) <= 2e-3  # bf16, summed otherwise
 
 
 def weight_gradients() -> dict[str, torch.Tensor]:
