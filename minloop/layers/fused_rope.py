@@ -1,10 +1,10 @@
 """`fused_single_qkv_rope` at the speed of memory: queries, keys and values out of one product, rotated on their way.
 
-Transformer Engine's kernel computes a sine and a cosine for every element; this one once per token and pair, for all
-heads. Imported only where there is Transformer Engine, and so a torch for GPUs, which brings Triton.
+Transformer Engine's kernel computes a sine and a cosine for every element, in every layer; here they are computed once
+for all layers. Imported only where there is Transformer Engine, and so a torch for GPUs, which brings Triton.
 """
-# pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false
-# (Triton is not with the torch for CPUs, on which types are checked.)
+# pyright: reportMissingImports=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
+# (Triton is not with the torch for CPUs, on which types are checked, and reads no types but its own.)
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def _load(mixed: Any, query: Any, key: Any, value: Any, places: Any, kinds: Any, step: Any, mask: Any, split: Any):
+def _load(mixed, query, key, value, places, kinds, step, mask, split):
     """A tile, in float32: of the three tensors if `split`, of the product otherwise."""
     if split:
         tile = tl.load(query + places[1] + step, mask=mask & kinds[0], other=0.0).to(tl.float32)
@@ -30,9 +30,7 @@ def _load(mixed: Any, query: Any, key: Any, value: Any, places: Any, kinds: Any,
 
 
 @triton.jit
-def _store(
-    tile: Any, mixed: Any, query: Any, key: Any, value: Any, places: Any, kinds: Any, step: Any, mask: Any, split: Any
-):
+def _store(tile, mixed, query, key, value, places, kinds, step, mask, split):
     if split:
         tl.store(query + places[1] + step, tile, mask=mask & kinds[0])
         tl.store(key + places[2] + step, tile, mask=mask & kinds[1])
@@ -43,12 +41,13 @@ def _store(
 
 @triton.jit
 def _rotate_token(
-    mixed: Any,  # [s, b, ng, (queries + 2) * channels]
-    query: Any,  # [s, b, ng * queries, channels]
-    key: Any,  # [s, b, ng, channels]
-    value: Any,  # [s, b, ng, channels]
-    angles: Any,  # [s, rotary], of which the second half repeats the first
-    batch: Any,
+    mixed,  # [s, b, ng, (queries + 2) * channels]
+    query,  # [s, b, ng * queries, channels]
+    key,  # [s, b, ng, channels]
+    value,  # [s, b, ng, channels]
+    cosines,  # [s, rotary / 2], as sines
+    sines,
+    batch,
     groups: tl.constexpr,
     queries: tl.constexpr,  # of a group
     channels: tl.constexpr,
@@ -67,11 +66,11 @@ def _rotate_token(
 
     pair, exists = tl.arange(0, pairs)[None, :], group < groups
     mask = exists & (pair < rotary // 2)
-    angle = tl.load(angles + (token // batch) * rotary + pair, mask=pair < rotary // 2, other=0.0)
-    sine = tl.sin(angle)
+    angle = (token // batch) * (rotary // 2) + pair
+    cosine = tl.load(cosines + angle, mask=mask & (member <= queries), other=1.0)
+    sine = tl.load(sines + angle, mask=mask & (member <= queries), other=0.0)  # values stay as they are
     if backward:
         sine = -sine
-    cosine, sine = tl.where(kinds[2], 1.0, tl.cos(angle)), tl.where(kinds[2], 0.0, sine)
     x = _load(mixed, query, key, value, places, kinds, pair, mask, backward)
     y = _load(mixed, query, key, value, places, kinds, pair + rotary // 2, mask, backward)
     _store(x * cosine - y * sine, mixed, query, key, value, places, kinds, pair, mask, not backward)
@@ -83,37 +82,51 @@ def _rotate_token(
         _store(x, mixed, query, key, value, places, kinds, channel, mask, not backward)
 
 
-def _launch(mixed: torch.Tensor, split: Split, angles: torch.Tensor, backward: bool) -> None:
+def _launch(
+    mixed: torch.Tensor, split: Split, cosines: torch.Tensor, sines: torch.Tensor, *, backward: bool = False
+) -> None:
     query, key, _ = split
     s, b, groups, channels = key.shape
-    queries, rotary = query.shape[2] // groups, angles.shape[-1]
+    queries, rotary = query.shape[2] // groups, 2 * cosines.shape[-1]
     sizes = groups * (queries + 2), rotary // 2, max(channels - rotary, 1)
     powers = [triton.next_power_of_2(size) for size in sizes]
     kernel: Any = _rotate_token
-    kernel[(s * b,)](mixed, *split, angles, b, groups, queries, channels, rotary, *powers, backward, num_warps=8)
+    kernel[(s * b,)](
+        mixed, *split, cosines, sines, b, groups, queries, channels, rotary, *powers, backward, num_warps=8
+    )
 
 
 class _QKVRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixed: torch.Tensor, angles: torch.Tensor, sizes: Sequence[int]) -> Split:
+    def forward(
+        ctx: Any, mixed: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, sizes: Sequence[int]
+    ) -> Split:
         s, b, groups, _ = mixed.shape
         channels = sizes[1]
-        ctx.save_for_backward(angles)
+        ctx.save_for_backward(cosines, sines)
         split = (
             mixed.new_empty(s, b, groups * sizes[0] // channels, channels),
             mixed.new_empty(s, b, groups, channels),
             mixed.new_empty(s, b, groups, channels),
         )
-        _launch(mixed, split, angles, backward=False)
+        _launch(mixed, split, cosines, sines)
         return split
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         query, key, value = (gradient.contiguous() for gradient in gradients)
         s, b, groups, channels = key.shape
         mixed = key.new_empty(s, b, groups, (query.shape[2] // groups + 2) * channels)
         _launch(mixed, (query, key, value), *ctx.saved_tensors, backward=True)
-        return mixed, None, None
+        return mixed, None, None, None
+
+
+def _cosines_sines(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the first half of the angles, which the second repeats. The tensor keeps them, as mcore keeps the tensor."""
+    if not hasattr(angles, "cosines_sines"):
+        half = angles[:, 0, 0, : angles.shape[-1] // 2].float()
+        angles.cosines_sines = half.cos(), half.sin()  # pyright: ignore[reportAttributeAccessIssue]
+    return angles.cosines_sines  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class FusedQKVRope:
@@ -134,7 +147,7 @@ class FusedQKVRope:
         same = of_queries is of_keys or of_queries.data_ptr() == of_keys.data_ptr()
         if options or not same or of_queries.shape != expected or not mixed.is_contiguous():
             return self.other(mixed, of_queries, of_keys, sizes, **options)
-        return _QKVRope.apply(mixed, of_queries.float().contiguous(), sizes)
+        return _QKVRope.apply(mixed, *_cosines_sines(of_queries), sizes)
 
 
 def use_fused_rope() -> None:
