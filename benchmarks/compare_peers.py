@@ -8,6 +8,8 @@ shapes.read_run reads (`gpus=2`, `steps=12`, `window=1`, `global_batch_size=4`),
 it (`megatron_lm.wgrad_fusion=off`), and here `repeats=2` rounds, `warmup=5` steps of each run that do not count,
 `timeout=400` seconds a run may take, `log=FILE` to which all output goes.
 
+minloop alone in another layout: `compare_peers.py C gpus=2 minloop minloop.tensor_model_parallel_size=2`.
+
 Each run is a process of its own. Same tokens, same initial weights, Adam, fp32 masters, clipping at 1.0, no
 recomputation. Rows go to results/peers_<shape>.json after every run; ratio_to_peer is minloop's tokens per second over
 the peer's.
@@ -130,7 +132,7 @@ def row(peer: str, asked: Comparison) -> dict[str, Any]:
     return {
         "shape": shape.name,
         "gpus": run.gpus,
-        "layout": f"DP{run.gpus}",
+        "layout": layout(run),
         "precision": f"fp8 {recipe}" if recipe else "bf16",
         "sequence": shape.sequence_length,
         "tokens_per_s_per_gpu": round(rate, 1),
@@ -143,10 +145,22 @@ def row(peer: str, asked: Comparison) -> dict[str, Any]:
         "median_ms_by_round": [round(statistics.median(timed(result, asked)), 2) for result in results],
         "first_step_ms": round(results[0].step_ms[0] * run.window, 1),
         "losses": results[0].losses,
+        "product_tflops": results[0].product_tflops,
         "words": run.words,
         "versions": {name: metadata.version(name) for name in ("torch", "megatron-core")} | results[0].versions,
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def layout(run: Run) -> str:
+    """Return the run's layout as the sameness table names it: "TP2+SP", "PP2×DP2", "DP1" for one GPU."""
+    fields = {"TP": "tensor_model_parallel_size", "PP": "pipeline_model_parallel_size", "CP": "context_parallel_size"}
+    sizes = {name: int(run.options.get(field, 1)) for name, field in fields.items()}
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    if run.options.get("sequence_parallel") == "True":
+        parts[0] += "+SP"
+    data_parallel = run.gpus // math.prod(sizes.values())
+    return "×".join(parts if parts and data_parallel == 1 else [*parts, f"DP{data_parallel}"])
 
 
 def table(asked: Comparison) -> list[dict[str, Any]]:

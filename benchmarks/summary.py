@@ -12,9 +12,8 @@ COLUMNS = (
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every row of throughput.json and of peers_*.json, the fastest of a shape first."""
-    files = [RESULTS / "throughput.json", *sorted(RESULTS.glob("peers_*.json"))]
-    found = [row for file in files if file.exists() for row in json.loads(file.read_text())["rows"]]
+    """Every row of peers_*.json, the fastest of a shape first."""
+    found = [row for file in sorted(RESULTS.glob("peers_*.json")) for row in json.loads(file.read_text())["rows"]]
     found.sort(key=lambda row: (row["shape"], row["gpus"], -row["tokens_per_s_per_gpu"]))
     return [{name: row.get(name) for name in COLUMNS} for row in found]
 

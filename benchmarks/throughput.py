@@ -192,11 +192,12 @@ def main(words: list[str]) -> None:
     if first:
         del state
         torch.cuda.empty_cache()
-        print(report(run, config, statistics.median(timed), (before, product_rate())))
+        products = (before, product_rate())
+        print(report(run, config, statistics.median(timed), products))
         versions = {name: metadata.version(name) for name in ("torch", "megatron-core")}
         versions |= {"transformer-engine": metadata.version("transformer-engine")} if torch.cuda.is_available() else {}
         result = {"step_ms": step_ms, "losses": losses, "peak_memory_gib": peak, "versions": versions}
-        print(json.dumps(result), flush=True)
+        print(json.dumps(result | {"product_tflops": [round(rate) for rate in products]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ class Result:
     losses: list[float]
     peak_memory_gib: float
     versions: dict[str, str] = field(default_factory=dict[str, str])
+    product_tflops: list[float] = field(default_factory=list[float])  # of a large product before and after, if measured
 
     @classmethod
     def read(cls, log: str, **measured: Any) -> "Result":
