@@ -6,12 +6,15 @@ own wrapper (megatron/core/full_cuda_graph.py) keeps its graph in the class, one
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.random import get_all_rng_states
+
+from minloop.distributed import created
 
 Batches = Sequence[dict[str, torch.Tensor]]
 Run = Callable[[Batches], list[Any]]
@@ -83,3 +86,12 @@ class StepGraphs:
         with torch.cuda.graph(graph, stream=_capture_stream(), capture_error_mode="thread_local"):
             step.reports = run(step.inputs)
         step.graph = graph
+        created.callback(_release, weakref.ref(step))  # before the communicators of which the graph has kernels
+
+
+def _release(reference: weakref.ref[_Captured]) -> None:
+    step = reference()
+    if step is not None and step.graph is not None:
+        torch.cuda.synchronize()
+        step.graph.reset()
+        step.graph, step.inputs, step.reports = None, [], []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
@@ -215,6 +216,8 @@ def _init_model_parallel(
     options: dict[str, Any] = sizes | defaults | mcore_options
     parallel_state.initialize_model_parallel(**options)
     undo.callback(parallel_state.destroy_model_parallel)
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):  # their caches hold them, and so these groups
+        undo.callback(embedding.forward.cache_clear)
 
 
 def seed_ranks(
@@ -237,6 +240,7 @@ def seed_ranks(
     tensor_parallel.model_parallel_cuda_manual_seed(
         seed,
         te_rng_tracker=config.use_te_rng_tracker,
+        use_cudagraphable_rng=config.cuda_graph_impl != "none" and torch.cuda.is_available(),
         tp_rank=groups.tp.rank(),
         ep_rank=groups.ep.rank(),
         etp_rank=groups.expt_tp.rank(),

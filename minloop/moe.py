@@ -29,6 +29,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import (
     MoEMetricsTracker,
     get_moe_metrics_tracker,
@@ -179,6 +180,7 @@ def mend_experts(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollecti
 
     Biases of experts on one rank, no expert parallelism: mcore adds them in place to what an autograd function returned
     as it came, which torch refuses. The layers are here told that no communication is theirs to do, as is so.
+    Dispatchers keep probabilities, whose graph keeps the model unseen by the garbage collector: here they forget them.
     """
     for said in other_training(get_model_config(chunks[0]), groups):
         say_once(said)
@@ -191,6 +193,13 @@ def mend_experts(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollecti
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear) and module.is_expert:
                 module.explicit_expert_comm = True
+            elif isinstance(module, MoELayer):
+                module.register_forward_hook(_forget_graph)
+
+
+def _forget_graph(layer: MoELayer, _args: Any, _output: Any) -> None:
+    kept = vars(layer.token_dispatcher)
+    kept |= {name: None for name, value in kept.items() if isinstance(value, torch.Tensor) and value.grad_fn}
 
 
 def _coefficient(router: TopKRouter, data_parallel_size: int, kind: str) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,27 @@ def twice_in_one_process() -> list[list[tuple[float, float]]]:
 def test_init_and_shutdown_twice_in_one_process() -> None:
     for first, _, second in run_ranks(2, twice_in_one_process):
         assert first == second
+
+
+def threads_of_each_life() -> list[int]:
+    """How many threads this process has after each of three trainings; gloo's groups have some each."""
+    counts: list[int] = []
+    experts: dict[str, Any] = {"num_moe_experts": 2, "moe_ffn_hidden_size": 32, "gpt": {"position_embedding_type": "rope"}}
+    one_layer = minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1)
+    for _ in range(3):
+        minloop.init_distributed(one_layer, seed=1)  # frees what the life before left behind
+        minloop.shutdown_distributed()
+        counts.append(len(os.listdir("/proc/self/task")))
+        state = small_state(**experts)
+        train(state, text_loader(state), 1)
+        del state
+        minloop.shutdown_distributed()
+    return counts
+
+
+def test_lives_leave_no_groups_behind() -> None:
+    for first, *others in run_ranks(2, threads_of_each_life):
+        assert max(others) <= first + 6  # of a group or two that torch itself keeps
 
 
 def two_states_from_one_config() -> bool:
