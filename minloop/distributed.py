@@ -87,10 +87,10 @@ def shutdown_distributed() -> None:
 def _init_default_group(backend: str | None, timeout: timedelta, undo: contextlib.ExitStack) -> None:
     present = [name for name in LAUNCH_VARIABLES if name in os.environ]
     if present and len(present) < len(LAUNCH_VARIABLES):
-        missing = [name for name in LAUNCH_VARIABLES if name not in present]
+        missing = ", ".join(name for name in LAUNCH_VARIABLES if name not in present)
         raise RuntimeError(
-            f"the launch environment has {', '.join(present)} but not {', '.join(missing)}: start the script with "
-            "torchrun, set all of them, or none for one process"
+            f"the launch environment has {', '.join(present)} but not {missing}: start the script with torchrun, set "
+            "all of them, or none for one process"
         )
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -103,7 +103,7 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    undo.callback(_destroy_default_group)
+    undo.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     if on_gpu:
         _refuse_shared_gpu()
 
@@ -119,11 +119,6 @@ def _rendezvous(rank: str, world_size: str, address: str, port: str, timeout: ti
         raise RuntimeError(
             f"MASTER_PORT {port} is in use on {address}: another run holds it; choose a free port"
         ) from error
-
-
-def _destroy_default_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _claim_gpu() -> None:
@@ -216,8 +211,8 @@ def _init_model_parallel(
     options: dict[str, Any] = sizes | defaults | mcore_options
     parallel_state.initialize_model_parallel(**options)
     undo.callback(parallel_state.destroy_model_parallel)
-    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):  # their caches hold them, and so these groups
-        undo.callback(embedding.forward.cache_clear)
+    undo.callback(RotaryEmbedding.forward.cache_clear)  # it holds embeddings, and they hold these groups
+    undo.callback(YarnRotaryEmbedding.forward.cache_clear)
 
 
 def seed_ranks(
