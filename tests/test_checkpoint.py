@@ -1,16 +1,26 @@
 """Checkpoints: resume bit for bit, reshard element for element, refuse what does not fit, lose nothing."""
 
+import hashlib
+import itertools
+import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
 from ranks import RankError, run_ranks
+from reshard import differing_tensors, load_and_save, train_and_save
+from sameness_cases import ARCHITECTURES, layout
 from small import GLOBAL_BATCH_SIZE, small_state, text_loader, train
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import minloop
+from minloop.checkpoint import reading, tensors
+from minloop.checkpoint.flat_ranges import rectangles
 from minloop.optimizer import prepare_optimizer_state
 
 SHARDED = {"use_distributed_optimizer": True}
@@ -32,43 +42,149 @@ def run(directory: str, options: dict[str, Any], steps: int, *, load: bool, save
     return history
 
 
+def resume(directory: str, options: dict[str, Any], steps: int = 4) -> tuple[Any, Any]:
+    """The steps after a save in the background, in the state that was saved and in one that was loaded."""
+    options = {"scheduler": SCHEDULE} | options
+    global_batch_size = options.pop("global_batch_size", GLOBAL_BATCH_SIZE)
+    state = small_state(seed=1, **options)
+    loader = text_loader(state)
+    train(state, loader, steps, global_batch_size=global_batch_size)
+    pending = minloop.start_save(directory, state, loader)
+    straight = train(state, loader, steps, global_batch_size=global_batch_size), weight_bits(state)
+    pending.wait()
+    minloop.shutdown_distributed()
+    state = small_state(seed=77, **options)  # nothing may depend on it
+    loader = text_loader(state)
+    minloop.load_checkpoint(directory, state, loader)
+    resumed = train(state, loader, steps, global_batch_size=global_batch_size), weight_bits(state)
+    minloop.shutdown_distributed()
+    return straight, resumed
+
+
+def weight_bits(state: minloop.TrainState) -> list[str]:
+    """A digest of each of this rank's weights and buffers."""
+    with minloop.gathered_parameters(state.chunks):
+        models: list[Any] = [unwrap_model(chunk) for chunk in state.chunks]
+        held = [x for model in models for x in [*model.parameters(), *model.buffers()]]
+        bits = [x.detach().reshape(-1).contiguous().view(torch.uint8).numpy() for x in held]
+        return [hashlib.sha256(x).hexdigest() for x in bits]
+
+
+def resume_each(directory: str, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    return {name: resume(f"{directory}/{name}", options) for name, options in cases.items()}
+
+
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
-    "DDP, dropout": (2, DROPOUT),
-    "ZeRO-1, dropout": (2, {"ddp": SHARDED} | DROPOUT),
-    "ZeRO-1 bf16": (2, {"ddp": SHARDED, "bf16": True}),
-    "DDP fp16": (1, {"fp16": True, "optimizer": {"initial_loss_scale": 2.0**10}}),
-    "DDP bf16, TP2+SP, dropout": (
-        2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True} | DROPOUT,
-    ),
-    "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
-    "CP2, dropout": (2, {"context_parallel_size": 2} | DROPOUT),
-    "ZeRO-1, padding between buckets": (2, {"ddp": SHARDED | {"bucket_size": 5000}}),
-    "ZeRO-1 bf16 on 3 ranks, padding between buckets": (
-        3,
-        {"ddp": SHARDED | {"bucket_size": 5000}, "bf16": True, "global_batch_size": 12},
-    ),
-    "ZeRO-1, tied, PP2 VPP2": (
-        2,
-        {
-            "ddp": SHARDED,
-            "gpt": {"share_embeddings_and_output_weights": True},
-            "pipeline_model_parallel_size": 2,
-            "virtual_pipeline_model_parallel_size": 2,
-        },
-    ),
-    "SGD": (1, {"optimizer": {"optimizer": "sgd"}}),
+RESUMED: dict[str, dict[str, Any]] = {
+    "DDP, dropout": DROPOUT,
+    "ZeRO-1, dropout": {"ddp": SHARDED} | DROPOUT,
+    "ZeRO-1 bf16": {"ddp": SHARDED, "bf16": True},
+    "DDP fp16": {"fp16": True, "optimizer": {"initial_loss_scale": 2.0**10}},
+    "ZeRO-1 fp16": {"fp16": True, "ddp": SHARDED, "optimizer": {"initial_loss_scale": 2.0**10}},
+    "DDP bf16, TP2+SP, dropout": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True} | DROPOUT,
+    "PP2 VPP2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "CP2, dropout": {"context_parallel_size": 2} | DROPOUT,
+    "ZeRO-1, padding between buckets": {"ddp": SHARDED | {"bucket_size": 5000}},
+    "ZeRO-1, tied, PP2 VPP2": {
+        "ddp": SHARDED,
+        "gpt": {"share_embeddings_and_output_weights": True},
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    },
+    "EP2, expert bias, ZeRO-1": ARCHITECTURES["MoE, DeepSeek-like"] | {"expert_model_parallel_size": 2, "ddp": SHARDED},
+    "MLA, TP2": ARCHITECTURES["MLA, q-LoRA, YaRN"] | {"tensor_model_parallel_size": 2, "ddp": SHARDED},
+    "MTP, PP2": ARCHITECTURES["MTP 1, tied"] | {"pipeline_model_parallel_size": 2},
+    "SGD": {"optimizer": {"optimizer": "sgd"}},
 }
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[Any, Any]]]:
+    """All cases on the same two ranks, one after another."""
+    return run_ranks(2, resume_each, str(tmp_path_factory.mktemp("resumed")), RESUMED, timeout=600)
+
+
 @pytest.mark.parametrize("case", RESUMED)
-def test_four_and_four_steps_are_eight(tmp_path: Path, case: str) -> None:
-    ranks, options = RESUMED[case]
-    straight = run_ranks(ranks, run, str(tmp_path), options, 8, load=False, save=False)
-    first = run_ranks(ranks, run, str(tmp_path), options, 4, load=False, save=True)
-    second = run_ranks(ranks, run, str(tmp_path), options, 4, load=True, save=False)
+def test_four_and_four_steps_are_eight(resumed: list[dict[str, tuple[Any, Any]]], case: str) -> None:
+    for rank in resumed:
+        straight, loaded = rank[case]
+        assert straight == loaded
+
+
+def test_three_ranks_resume_bitwise(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ddp": SHARDED | {"bucket_size": 5000}, "bf16": True, "global_batch_size": 12}
+    for straight, loaded in run_ranks(3, resume, str(tmp_path), options):
+        assert straight == loaded
+
+
+def test_four_and_four_steps_in_two_processes_are_eight(tmp_path: Path) -> None:
+    options = {"ddp": SHARDED} | DROPOUT
+    straight = run_ranks(2, run, str(tmp_path), options, 8, load=False, save=False)
+    first = run_ranks(2, run, str(tmp_path), options, 4, load=False, save=True)
+    second = run_ranks(2, run, str(tmp_path), options, 4, load=True, save=False)
     assert [a + b for a, b in zip(first, second, strict=True)] == straight
+
+
+def test_a_chain_of_layouts_leads_back(tmp_path: Path) -> None:
+    """benchmarks/reshard_chain.py does it through ten layouts on up to eight ranks."""
+    model: dict[str, Any] = ARCHITECTURES["Llama"] | {"bf16": True}
+    chain = [
+        layout(2, tp=2, sequence_parallel=True, ddp=SHARDED),
+        layout(3, ddp=SHARDED | {"bucket_size": 3000}),
+        layout(4, pp=2, vpp=2),
+        layout(4, cp=2, tp=2, sequence_parallel=True, ddp=SHARDED),
+    ]
+    chain.append(chain[0])
+    paths = [str(tmp_path / str(number)) for number in range(len(chain))]
+    run_ranks(chain[0][0], train_and_save, paths[0], model | chain[0][1])
+    for number, (ranks, options) in enumerate(chain[1:], start=1):
+        run_ranks(ranks, load_and_save, paths[number - 1], paths[number], model | options)
+    ((count, differing),) = run_ranks(1, differing_tensors, paths)
+    assert count > 20
+    assert not differing
+
+
+def test_rectangles_are_a_range_of_a_block() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        whole = torch.arange(math.prod(shape := [draw.randint(1, 4) for _ in range(draw.randint(1, 4))])).view(shape)
+        axis = draw.randrange(len(shape))
+        first = draw.randrange(shape[axis])
+        block = whole.narrow(axis, first, draw.randint(1, shape[axis] - first))
+        start = draw.randint(0, whole.numel())
+        stop = draw.randint(start, whole.numel())
+        cut = [
+            block[tuple(slice(at, at + length) for at, length in zip(place, size, strict=True))].flatten().tolist()
+            for place, size in rectangles(block.shape, block.stride(), int(block.storage_offset()), start, stop)
+        ]
+        assert [*itertools.chain(*cut)] == [place for place in block.flatten().tolist() if start <= place < stop]
+
+
+def load_by_exchange(directory: str, options: dict[str, Any], pays: bool) -> list[str]:
+    """The weights as each rank reads them, or as ranks read them for each other, where the fault of one is told."""
+    with mock.patch.object(tensors, "_exchange_pays", return_value=pays):
+        state = small_state(seed=77, **options)
+        checkpoint = minloop.load_checkpoint(directory, state)
+        loaded = weight_bits(state)
+        if pays:
+            failing = mock.patch.object(reading._Reader, "read_data", fail_on_last_rank)
+            with failing, pytest.raises(minloop.CheckpointError, match=r"on rank 1: .*not today"):
+                minloop.load_checkpoint(checkpoint, state)
+    minloop.shutdown_distributed()
+    return loaded
+
+
+def fail_on_last_rank(reader: Any, plan: Any, planner: Any) -> Any:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        raise OSError("not today")
+    return FileSystemReader.read_data(reader, plan, planner)
+
+
+def test_ranks_read_for_each_other_where_that_pays(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_layers": 2, "bf16": True}
+    run_ranks(2, run, str(tmp_path), options, 2, load=False, save=True)
+    alone, exchanged = (run_ranks(2, load_by_exchange, str(tmp_path), options, pays) for pays in (False, True))
+    assert alone == exchanged
 
 
 SAVED = (2, {"tensor_model_parallel_size": 2})
@@ -81,38 +197,6 @@ RESHARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2 ZeRO-1": (2, {"ddp": SHARDED}),
     "PP2 VPP2": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }
-
-
-def load_and_save(source: str, target: str, options: dict[str, Any]) -> None:
-    state = small_state(seed=77, **options)
-    loader = text_loader(state)
-    minloop.load_checkpoint(source, state, loader)
-    minloop.save_checkpoint(target, state, loader)
-    minloop.shutdown_distributed()
-
-
-def differing_tensors(directories: list[str]) -> tuple[int, list[str]]:
-    """How many tensors the first checkpoint holds, and which are absent from or not equal in the second.
-
-    Master weights go by one name, under which fp32 weights themselves count where no copy of them is stored.
-    """
-    minloop.init_distributed(minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1), seed=1)
-    checkpoints = [with_master_weights(str(minloop.latest_checkpoint(path))) for path in directories]
-    minloop.shutdown_distributed()
-    ours, theirs = checkpoints
-    differing = [key for key, tensor in ours.items() if not torch.equal(tensor, theirs.get(key, torch.empty(0)))]
-    return len(ours), differing + sorted(theirs.keys() - ours.keys())
-
-
-def with_master_weights(checkpoint: str) -> dict[str, torch.Tensor]:
-    tensors = {key: x for key, x in dist_checkpointing.load_plain_tensors(checkpoint).items() if torch.is_tensor(x)}
-    for key, tensor in list(tensors.items()):
-        for stored in ("optimizer.state.param.", "optimizer.state.fp32_param."):
-            if key.startswith(stored):
-                tensors["master." + key.removeprefix(stored)] = tensors.pop(key)
-        if not key.startswith("optimizer.") and tensor.dtype == torch.float32:
-            tensors.setdefault("master." + key, tensor)
-    return tensors
 
 
 @pytest.fixture(scope="module", params=["DDP", "ZeRO-1"])

@@ -22,14 +22,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ranks import RankError, run_ranks
 from small import small_state, text_loader, train
 
 import minloop
 from minloop.checkpoint import directory as tree
-from minloop.checkpoint import lock, writing
+from minloop.checkpoint import disk, writing
+from minloop.checkpoint.commit import Retention
 from minloop.checkpoint.integrity import verify_checkpoint
-from minloop.checkpoint.retention import Retention
 
 KILLS = int(os.environ.get("MINLOOP_KILLS", "6"))
 LAYOUT: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2}
@@ -54,14 +55,17 @@ def train_while_saving(directory: str, options: dict[str, Any]) -> dict[str, Any
     state = small_state(**LAYOUT, **options)
     loader = text_loader(state)
     train(state, loader, 3)
-    minloop.save_checkpoint(f"{directory}/at once", state, loader)
+    with mock.patch.object(DistributedOptimizer, "get_parameter_state_dp_zero", side_effect=NotImplementedError):
+        minloop.save_checkpoint(f"{directory}/at once", state, loader)  # without mcore's gather of the whole state
     go_on = threading.Event()
     with writers_do(before=go_on.wait):
         pending = minloop.start_save(f"{directory}/behind", state, loader)
         train(state, loader, 2)
         early = pending.done(), minloop.latest_checkpoint(f"{directory}/behind")
+        room = writing._kept[0]
         threading.Timer(0.3, go_on.set).start()
         second = minloop.start_save(f"{directory}/behind", state, loader)  # waits for the first
+    assert writing._kept == [room]  # memory is made once
     waited = pending.done(), str(minloop.latest_checkpoint(f"{directory}/behind"))
     minloop.shutdown_distributed()  # waits for the second
     return {"early": early, "waited": waited, "second": second.done(), "latest": second.wait() == second.directory}
@@ -198,12 +202,12 @@ def free_after_shutdown(directory: str) -> tuple[bool, bool]:
 def can_lock(directory: str) -> bool:
     """Whether another process can take the lock on `directory`."""
     script = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    command = [sys.executable, "-c", script, f"{directory}/{lock.LOCK}"]
+    command = [sys.executable, "-c", script, f"{directory}/{disk.LOCK}"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def test_two_runs_do_not_save_into_one_directory(tmp_path: Path) -> None:
-    with (tmp_path / lock.LOCK).open("w") as held:
+    with (tmp_path / disk.LOCK).open("w") as held:
         held.write("process 7 on node13")
         held.flush()
         fcntl.lockf(held, fcntl.LOCK_EX)

@@ -1,9 +1,8 @@
 """Checkpoints: one call saves a training state, one call loads it into any layout."""
 
 from minloop.checkpoint.background import PendingSave
-from minloop.checkpoint.describe import CheckpointDescription, describe_checkpoint
+from minloop.checkpoint.describe import CheckpointDescription, describe_checkpoint, export_weights
 from minloop.checkpoint.directory import latest_checkpoint
-from minloop.checkpoint.export import export_weights
 from minloop.checkpoint.integrity import verify_checkpoint
 from minloop.checkpoint.load import load_checkpoint
 from minloop.checkpoint.partial import load_weights

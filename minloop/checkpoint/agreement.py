@@ -1,4 +1,8 @@
-"""Errors that all ranks learn of: a fault of one rank's file must not leave the others in a collective."""
+"""What ranks do together: a fault of one, its file's or its disk's, is one error on all, and leaves none waiting.
+
+Every function here is called by every rank of a group, by default the default group, and runs a block or an action that
+has no collectives of its own.
+"""
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,10 +19,10 @@ KINDS: dict[str, type[Exception]] = {
 
 
 @contextmanager
-def agreed() -> Generator[None]:
-    """Run a block without collectives; if it fails on any rank, raise one error, naming that rank, on every rank.
+def agreed(group: dist.ProcessGroup | None = None, kinds: dict[str, type[Exception]] = KINDS) -> Generator[None]:
+    """Run a block; if it fails on any rank, raise one error, naming that rank, on every rank.
 
-    Every rank of the default group must come here. The error of the first rank that has one stands for all.
+    The error of the first rank that has one stands for all.
     """
     error: Exception | None = None
     try:
@@ -27,22 +31,38 @@ def agreed() -> Generator[None]:
         error = caught
     report = None if error is None else (type(error).__name__, str(error))
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, report)
+    dist.all_gather_object(reports, report, group=group)
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
         return
-    if error is not None and reports == [report] * len(reports):
+    if error is not None and kinds and reports == [report] * len(reports):
         raise error
-    name, text = reports[failed[0]]
     ranks = (
         f"rank {failed[0]}" if len(failed) == 1 else f"{len(failed)} of {len(reports)} ranks, first rank {failed[0]}"
     )
-    text = text if name in KINDS else f"{name}: {text}"
-    raise KINDS.get(name, RuntimeError)(f"on {ranks}: {text}") from error
+    raise _error(reports[failed[0]], kinds, f"on {ranks}: ") from error
 
 
-def from_first_rank[T](action: Callable[[], T]) -> T:
-    """Return on every rank what `action`, without collectives, returns on global rank 0, or raise what it raises."""
+def together[T](action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run `action` on every rank; return all ranks' results on global rank 0, and an empty list on the others.
+
+    Raises:
+        RuntimeError: on every rank, if `action` failed on any.
+    """
+    result: Any = None
+    with agreed(group, kinds={}):
+        result = action()
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(result, gathered, dst=0, group=group)
+    return gathered or []
+
+
+def from_first_rank[T](
+    action: Callable[[], T],
+    group: dist.ProcessGroup | None = None,
+    kinds: dict[str, type[Exception]] = KINDS,
+) -> T:
+    """Return on every rank what `action` returns on global rank 0, or raise what it raises."""
     outcome: list[Any] = [None]
     error: Exception | None = None
     if dist.get_rank() == 0:
@@ -51,13 +71,30 @@ def from_first_rank[T](action: Callable[[], T]) -> T:
         except Exception as caught:
             error = caught
             outcome[0] = ((type(error).__name__, str(error)), None)
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     report: Any
     value: Any
     report, value = outcome[0]
     if report is None:
         return value
-    if error is not None:
+    if error is not None and kinds:
         raise error
+    raise _error(report, kinds, "" if kinds else "on rank 0: ") from error
+
+
+def on_first_rank(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
+    """Run `action` on global rank 0 while the others wait.
+
+    Raises:
+        RuntimeError: on every rank, if `action` failed.
+    """
+
+    def without_result() -> None:
+        action()
+
+    from_first_rank(without_result, group, kinds={})
+
+
+def _error(report: tuple[str, str], kinds: dict[str, type[Exception]], where: str) -> Exception:
     name, text = report
-    raise KINDS.get(name, RuntimeError)(text if name in KINDS else f"{name}: {text}")
+    return kinds.get(name, RuntimeError)(where + (text if name in kinds else f"{name}: {text}"))

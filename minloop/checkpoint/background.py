@@ -43,7 +43,7 @@ class PendingSave:
             self._finish()
         except Exception as error:
             self._error = error
-        self._finish = None  # and with it the copies
+        self._finish = None  # and with it the plan
 
     def done(self) -> bool:
         """Whether the save has ended on this rank, well or not. Other ranks may see that a little later or earlier."""

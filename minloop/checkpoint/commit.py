@@ -1,12 +1,13 @@
-"""How a checkpoint comes to its name: at every instant a complete one has one, and `latest_checkpoint` finds it."""
+"""How a checkpoint comes to its name and old ones go: at every instant `latest_checkpoint` finds a complete one."""
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from minloop.checkpoint import lock
-from minloop.checkpoint.directory import REPLACED, TRACKER, UNFINISHED, missing_parts
-from minloop.checkpoint.durable import DELETED, delete, sync, write_durably
+from minloop.checkpoint.directory import REPLACED, TRACKER, UNFINISHED, complete_checkpoints, missing_parts
+from minloop.checkpoint.disk import DELETED, delete, hold, is_in_use, sync, write_durably
 from minloop.checkpoint.megatron_bridge import LATEST_TRAIN_STATE, TRAIN_STATE
+from minloop.messages import logger
 
 
 def begin(final: Path) -> Path:
@@ -19,7 +20,7 @@ def begin(final: Path) -> Path:
         RuntimeError: another run writes there.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    lock.hold(final.parent)
+    hold(final.parent)
     for leftover in final.parent.glob("iter_*"):
         if leftover.name.endswith((UNFINISHED, DELETED)):
             shutil.rmtree(leftover)
@@ -50,3 +51,40 @@ def commit(unfinished: Path, final: Path, iteration: int) -> None:
         write_durably(latest, (final / TRAIN_STATE).read_bytes())
     if replaced.exists():
         delete(replaced)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keep the newest `keep_newest` checkpoints, and those whose iteration is a multiple of `keep_every`.
+
+    Raises:
+        ValueError: numbers below 1, or `keep_every` alone.
+    """
+
+    keep_newest: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: at least 1, or None to keep all")
+        if self.keep_every is not None and self.keep_newest is None:
+            raise ValueError(f"keep_every={self.keep_every} without keep_newest: nothing would be deleted; set both")
+
+    def apply(self, checkpoints: Path, iteration: int) -> None:
+        """After the checkpoint of `iteration` is committed, delete complete older ones beyond what is to be kept.
+
+        What is later than `iteration` (of a run that was taken up again from an earlier one), incomplete, or in use is
+        left alone. A checkpoint that cannot be deleted is named in a warning: the new one is there all the same.
+        """
+        if self.keep_newest is None:
+            return
+        complete = complete_checkpoints(checkpoints)
+        older = [(number, path) for number, path in complete.items() if number < iteration]
+        for number, path in older[self.keep_newest - 1 :]:
+            if (self.keep_every and number % self.keep_every == 0) or is_in_use(path):
+                continue
+            try:
+                delete(path)
+            except OSError as error:
+                logger.warning("%s could not be deleted: %s", path, error)

@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_grap
 from megatron.core.transformer import MegatronModule
 from megatron.core.utils import unwrap_model
 
-from minloop.checkpoint.optimizer_state import agree_on_nothing, mended_distributed_optimizers
+from minloop.checkpoint.flat_ranges import FULLY_RESHARDABLE
+from minloop.checkpoint.optimizer_state import BY_BUCKETS, agree_on_nothing, mended_distributed_optimizers
 from minloop.messages import without_log_lines
 from minloop.state import TrainState
 
@@ -85,7 +86,7 @@ def save_metadata(state: TrainState) -> dict[str, Any]:
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if optimizer_kind(state) == "distributed":
-        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+        metadata["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
     return metadata
 
 
@@ -113,7 +114,7 @@ def optimizer_state(
     """mcore's sharded state dict of the optimizer, by the parameters in `model`."""
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
     with (
-        mended_distributed_optimizers(state),
+        mended_distributed_optimizers(state, by_buckets=metadata.get("distrib_optim_sharding_type") == BY_BUCKETS),
         # of an optimizer that has none on this stage
         without_log_lines("megatron.core.dist_checkpointing.optimizer", "Sharded parameters mapping is empty"),
     ):

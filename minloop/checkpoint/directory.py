@@ -1,4 +1,4 @@
-"""The checkpoint tree: names as in Megatron-LM, and which of them are complete.
+"""The checkpoint tree: names as in Megatron-LM, which of them are complete, and which one is opened by all ranks.
 
 checkpoints/latest_checkpointed_iteration.txt     "5", written last
 checkpoints/iter_0000005/.metadata, __0_0.distcp, metadata.json, integrity.json
@@ -8,10 +8,16 @@ checkpoints/iter_0000004.deleted                  being deleted
 checkpoints/.lock                                 who writes here
 """
 
+import functools
 import re
 from pathlib import Path
 
-from minloop.checkpoint.integrity import structural_faults
+import torch.distributed as dist
+
+from minloop.checkpoint.agreement import agreed, from_first_rank
+from minloop.checkpoint.disk import mark_in_use
+from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_checkpoint
 from minloop.messages import say_once
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -101,3 +107,39 @@ def resolve(path: str | Path) -> Path:
     """
     found = candidates(path)
     return found[0] if found == [Path(path)] else (latest_checkpoint(path) or found[0])
+
+
+def open_checkpoint(checkpoint: str | Path, verify: bool | None) -> SavedCheckpoint:
+    """Find, verify and read all but the tensors of the checkpoint that `checkpoint` means; every rank calls it.
+
+    If it means a run's directory, a damaged newest one is passed over for the one before it, which is said.
+
+    Args:
+        verify: compare contents: True all files, None those with a digest, False none. The ranks share the work.
+    Raises:
+        FileNotFoundError: nothing complete there.
+        CheckpointError: damaged; the message names each file.
+    """
+    found = from_first_rank(lambda: candidates(checkpoint))
+    faults: list[str] = []
+    for number, path in enumerate(found):
+        mark_in_use(path)
+        faults = from_first_rank(functools.partial(structural_faults, path))
+        if not faults and verify is not False:
+            faults = _shared_content_faults(path, without_digest=verify is True)
+        if not faults:
+            with agreed():
+                return read_checkpoint(path)
+        if len(found) > 1:
+            say_passed_over(path, faults, found[number + 1 :])
+    raise CheckpointError("; ".join([*faults[:5], "load an earlier checkpoint"]))
+
+
+def _shared_content_faults(path: Path, *, without_digest: bool) -> list[str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    faults: list[str] = []
+    with agreed():
+        faults = content_faults(path, files_to_verify(path, without_digest=without_digest)[rank::size])
+    gathered: list[list[str]] = [[] for _ in range(size)]
+    dist.all_gather_object(gathered, faults)
+    return [fault for part in gathered for fault in part]

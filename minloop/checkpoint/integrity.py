@@ -1,8 +1,12 @@
 """Whether a checkpoint's files are what was saved: sizes always, contents on request.
 
-The list of files is integrity.json (see manifest.py), mcore's own or with sizes beside it. Without it, sizes are
-checked by `.metadata`, which says where every part of every tensor ends, and contents by the CRC-32 that PyTorch stores
-with every part (and ignores when it loads: a flipped byte would become a weight).
+The list of files, written last, is mcore's integrity.json (`dist_checkpointing.load(verify_integrity=True)` reads it)
+plus their sizes; without checksums "algorithm" is null and "files" is empty:
+
+    {"algorithm": "sha256", "files": {"__0_0.distcp": "<hex digest>", …}, "bytes": {"__0_0.distcp": 81920, …}}
+
+Without it, sizes are checked by `.metadata`, which says where every part of every tensor ends, and contents by the
+CRC-32 that PyTorch stores with every part (and ignores when it loads: a flipped byte would become a weight).
 """
 
 import hashlib
@@ -11,20 +15,68 @@ import json
 import math
 import zipfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from minloop.checkpoint.manifest import ALGORITHM, MANIFEST
+from minloop.checkpoint.disk import sync, write_durably
 from minloop.checkpoint.reading import (
     EARLIER,
+    READERS,
     CheckpointError,
     check_format,
     read_common,
     read_metadata,
     read_slice,
 )
+
+MANIFEST = "integrity.json"
+ALGORITHM = "sha256"
+
+
+class FileRecord(NamedTuple):
+    """Of one file: its name, its size in bytes, and its hex digest if asked for."""
+
+    name: str
+    size: int
+    digest: str | None
+
+
+def record_file(path: Path, checksums: bool) -> FileRecord:
+    """Make a file durable and record it as it can now be read."""
+    sync(path)
+    digest = None
+    if checksums:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, ALGORITHM).hexdigest()
+    return FileRecord(path.name, path.stat().st_size, digest)
+
+
+def write_manifest(checkpoint: Path, records: list[FileRecord], checksums: bool) -> None:
+    """Write the manifest of a checkpoint: its ranks' `records` and every other file now in it.
+
+    Raises:
+        RuntimeError: a file that a rank wrote is not seen here, or not in its size.
+    """
+    for record in records:
+        path = checkpoint / record.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != record.size:
+            raise RuntimeError(
+                f"{path} was written with {record.size} bytes and is {'absent' if size is None else f'{size} bytes'}: "
+                "the directory was removed or changed while saving, or does not lie in storage that all ranks share"
+            )
+    written = {record.name for record in records} | {MANIFEST}
+    others = sorted(path for path in checkpoint.iterdir() if path.is_file() and path.name not in written)
+    records = records + [record_file(path, checksums) for path in others]
+    content = {
+        "algorithm": ALGORITHM if checksums else None,
+        "files": {record.name: record.digest for record in records if record.digest},
+        "bytes": {record.name: record.size for record in records},
+    }
+    write_durably(checkpoint / MANIFEST, json.dumps(content, indent=1))
 
 
 def verify_checkpoint(directory: str | Path, *, contents: bool = True) -> list[str]:
@@ -73,17 +125,18 @@ def content_faults(path: Path, names: Iterable[str]) -> list[str]:
         CheckpointError: integrity.json or `.metadata` cannot be read.
     """
     _, digests, algorithm = read_manifest(path)
-    metadata, faults = read_metadata(path), list[str]()
-    for name in names:
+    metadata = read_metadata(path)
+
+    def fault(name: str) -> str:
         try:
             if name in digests:
-                fault = _wrong_digest(path / name, digests[name], algorithm)
-            else:
-                fault = _wrong_crc(path, name, metadata)
+                return _wrong_digest(path / name, digests[name], algorithm)
+            return _wrong_crc(path, name, metadata)
         except OSError as error:
-            fault = f"{path / name} cannot be read: {error}"
-        faults += [fault] if fault else []
-    return faults
+            return f"{path / name} cannot be read: {error}"
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return [text for text in pool.map(fault, names) if text]
 
 
 def read_manifest(path: Path) -> tuple[dict[str, int], dict[str, str], str]:

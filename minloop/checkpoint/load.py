@@ -8,7 +8,7 @@ import torch
 
 from minloop.checkpoint import content, megatron_lm
 from minloop.checkpoint.agreement import agreed
-from minloop.checkpoint.opening import open_checkpoint
+from minloop.checkpoint.directory import open_checkpoint
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, adapt_template, adapt_weights, load_optimizer
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.run_config import differing_fields
@@ -123,7 +123,7 @@ def _template(
 
 def _read(opened: SavedCheckpoint, template: dict[str, Any], state: TrainState) -> dict[str, Any]:
     try:
-        return read_tensors(opened, template)
+        return read_tensors(opened, template, replicas=state.groups.dp_cp)
     except ValueError as error:
         if fields := differing_fields(opened.path, state.config):
             raise ValueError(f"{error}. The configs differ in {'; '.join(fields)}") from error

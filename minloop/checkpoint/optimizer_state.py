@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from minloop.checkpoint import flat_ranges
 from minloop.optimizer import inner_optimizers, is_torch_adam, prepare_optimizer_state
 from minloop.state import TrainState
 
@@ -80,23 +81,24 @@ def adapt_weights(template: dict[Any, Any], kind: str, saved_kind: str) -> None:
 
 
 @contextlib.contextmanager
-def mended_distributed_optimizers(state: TrainState) -> Generator[None]:
-    """While inside, mcore's distributed optimizers hand out all of their state, each part under its own parameter.
+def mended_distributed_optimizers(state: TrainState, *, by_buckets: bool) -> Generator[None]:
+    """While inside, mcore's distributed optimizers hand out each rank's own part of their state, in `flat_ranges`' way.
 
-    mcore 0.19 leaves out the padding between buckets (`get_parameter_state_dp_zero`), but then cuts parameters out by
-    their places in the padded buffer (`sharded_param_state_fully_reshardable`): after the first padded bucket every
-    saved moment and master weight would be another's. Here it is put back. And of an optimizer without parameters on
-    this rank (a pipeline stage without experts), mcore's `state_dict` asserts that torch's Adam knows its step.
+    mcore 0.19's gathers everything, and leaves out the padding between buckets (`get_parameter_state_dp_zero`), but
+    then cuts parameters out by their places in the padded buffer (`sharded_param_state_fully_reshardable`): after the
+    first padded bucket every saved moment and master weight would be another's. And of an optimizer without parameters
+    on this rank (a pipeline stage without experts), its `state_dict` asserts that torch's Adam knows its step.
+
+    Args:
+        by_buckets: the state is stored by buckets, which only mcore's own way reads.
     """
     with contextlib.ExitStack() as undo:
         for optimizer in inner_optimizers(state.optimizer):
             if not isinstance(optimizer, DistributedOptimizer):
                 continue
-            mended: dict[str, Callable[..., Any]] = {
-                "get_parameter_state_dp_zero": functools.partial(
-                    _padded_state, optimizer, optimizer.get_parameter_state_dp_zero
-                )
-            }
+            mended: dict[str, Callable[..., Any]] = {}
+            if not by_buckets:
+                mended["sharded_state_dict"] = functools.partial(flat_ranges.sharded_content, optimizer)
             if is_torch_adam(optimizer.optimizer) and not optimizer.optimizer.state:
                 mended["state_dict"] = functools.partial(_settings, optimizer, adam_step(state))
             for name, method in mended.items():
@@ -134,27 +136,6 @@ def _settings(optimizer: DistributedOptimizer, step: float) -> dict[str, Any]:
     settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     scaler = {"grad_scaler": optimizer.grad_scaler.state_dict()} if optimizer.grad_scaler else {}
     return {"optimizer": {"param_groups": settings}} | scaler
-
-
-def _padded_state(optimizer: DistributedOptimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    states = original(*args, **kwargs)
-    if states is None:
-        return None
-    for number, buffer in enumerate(optimizer.buffers):
-        for tensors in states[number].values():
-            for key, flat in tensors.items():
-                if isinstance(flat, torch.Tensor):
-                    tensors[key] = _with_padding(flat, buffer)
-    return states
-
-
-def _with_padding(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
-    padded, start = flat.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        size = bucket.numel_unpadded
-        padded[bucket.offset : bucket.offset + size] = flat[start : start + size]
-        start += size
-    return padded
 
 
 def saved_progress(content: Any) -> dict[str, Any]:
@@ -233,18 +214,14 @@ def _load_distributed(
     be out of the way while moments are copied, nothing may be tracked, and afterwards every parameter must own its
     step, which is the work of `prepare_optimizer_state`.
     """
-    tensors: dict[Any, Any] = part.get("param_state", {})
-    if saved_kind == "fp32":  # the weights, just loaded, were the master weights
-        weights = [weight for buffer in optimizer.buffers for weight in buffer.param_index_map]  # mcore's numbering
-        for number, weight in enumerate(weights):
-            tensors[number]["param"] = weight.detach()
     optimizer.load_state_dict({"optimizer": {"param_groups": groups}} | scaler)
     adam_states = list(optimizer.optimizer.state.values())
     steps = [adam_state.pop("step", None) for adam_state in adam_states]
+    tensors: dict[Any, Any] = part.get("param_state", {})
     if part.get("param_state_sharding_type") == BY_BUCKETS:
         optimizer.load_parameter_state_from_dp_reshardable(tensors)
     else:
-        optimizer.load_parameter_state_from_fully_reshardable(tensors)
+        flat_ranges.load_state(optimizer, tensors, from_weights=saved_kind == "fp32")
     for adam_state, step in zip(adam_states, steps, strict=True):
         if step is not None:
             adam_state["step"] = step

@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from minloop.checkpoint import content
 from minloop.checkpoint.agreement import agreed
+from minloop.checkpoint.directory import open_checkpoint
 from minloop.checkpoint.load import architecture_differences, content_metadata, put_into_models
-from minloop.checkpoint.opening import open_checkpoint
 from minloop.checkpoint.reading import SavedCheckpoint
 from minloop.checkpoint.tensors import matches, read_tensors
 from minloop.data_parallel import gathered_parameters

@@ -13,6 +13,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -37,6 +38,8 @@ from torch.serialization import _get_layout  # pyright: ignore[reportPrivateUsag
 
 FORMAT = CheckpointingConfig("torch_dist", 1)
 EARLIER = "load an earlier checkpoint"
+READERS = 8
+"""Threads that read files; each holds one part of a tensor in memory."""
 COMMON = "common_state/shard_0_1"
 """mcore's key of everything in a checkpoint that is no tensor and the same on every rank."""
 
@@ -201,10 +204,16 @@ class _Reader(FileSystemReader):
         per_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             per_file[self.storage_data[item.storage_index].relative_path].append(item)
-        for name, items in per_file.items():
-            with _named(self._saved.path / name):
-                super().read_data(replace(plan, items=items), planner)
+        with ThreadPoolExecutor(READERS) as pool:
+            plans = {name: replace(plan, items=items) for name, items in per_file.items()}
+            files = [pool.submit(self._read_file, name, part, planner) for name, part in plans.items()]
+        for file in files:
+            file.result()
         return super().read_data(replace(plan, items=[]), planner)
+
+    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
+        with _named(self._saved.path / name), torch.no_grad():
+            super().read_data(plan, planner)
 
     def _load_bytes(self, planner: Any, item: ReadItem, value: io.BytesIO) -> None:
         name = self.storage_data[item.storage_index].relative_path

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from minloop.checkpoint import background, content, directory, megatron_lm
+from minloop.checkpoint.agreement import on_first_rank, together
 from minloop.checkpoint.background import PendingSave
-from minloop.checkpoint.commit import begin, commit
-from minloop.checkpoint.manifest import write_manifest
+from minloop.checkpoint.commit import Retention, begin, commit
+from minloop.checkpoint.integrity import write_manifest
 from minloop.checkpoint.megatron_bridge import files_beside
-from minloop.checkpoint.retention import Retention
-from minloop.checkpoint.together import on_first_rank, together
 from minloop.checkpoint.writing import Plan, Written
 from minloop.data_parallel import gathered_parameters
 from minloop.state import TrainState
@@ -60,7 +59,8 @@ def save_checkpoint(
     its name, and the tracker is written last: killed at any instant, a save leaves earlier checkpoints as they were.
 
     From its first save until `shutdown_distributed`, or its end however it comes, a run keeps `checkpoints` for itself.
-    Beside the state, a rank holds in host memory a copy of the part that it writes if that lies on a GPU.
+    Beside the state, a rank holds in host memory a copy of the part that it writes if that lies on a GPU; the memory
+    is pinned in the first save and kept for the next.
 
     Args:
         checkpoints: the directory that holds all checkpoints of the run, seen by every rank.
@@ -95,7 +95,7 @@ def start_save(
 
     What is saved is the state at the moment of the call. One save is in flight at a time: `start_save` and
     `save_checkpoint` first wait for the one before, and raise its error if it failed and ``wait()`` has not raised it.
-    Host memory: one copy of what this rank writes, until it is written. Needs no further package.
+    Host memory: one copy of what this rank writes, kept for the next save. Needs no further package.
 
     Args:
         checkpoints: these and the others as in `save_checkpoint`.
@@ -124,6 +124,7 @@ class _Save:
     def finish(self, group: dist.ProcessGroup | None) -> None:
         """Wait for all ranks, commit, and delete old checkpoints; on failure leave nothing behind but an error."""
         try:
+            wait(self.files)  # those of a save that fails, too, before its directory goes
             written = together(lambda: [file.result() for file in self.files], group)
             on_first_rank(lambda: self._commit([file for files in written for file in files]), group)
         except Exception:

@@ -2,15 +2,18 @@
 
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -30,7 +33,12 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def read_tensors(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequence[str] = ()) -> dict[str, Any]:
+def read_tensors(
+    saved: SavedCheckpoint,
+    template: dict[str, Any],
+    resize: Sequence[str] = (),
+    replicas: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
     """Read what `template`, mcore's sharded state dict, asks for, and what is no tensor; every rank calls it.
 
     That all of it is there and fits is checked before anything is read. mcore then reads straight into the tensors of
@@ -40,26 +48,26 @@ def read_tensors(saved: SavedCheckpoint, template: dict[str, Any], resize: Seque
     Args:
         resize: names of tensors that may be smaller or larger in the checkpoint: what both have is read, and the rest
             keeps its values.
+        replicas: the process group over which equal tensors lie: where its ranks are GPUs, each of them is read by one
+            rank and sent to the others.
     Raises:
         ValueError: the checkpoint lacks tensors of the template, or holds them in another shape.
         CheckpointError: a file is damaged or holds more than plain data.
     """
     with agreed():
         _check_fit(saved, template, resize)
+    strategy: Any = _KeepingStrategy(saved, resize)
+    if replicas is not None and not resize and _exchange_pays(replicas):
+        strategy = FullyParallelLoadStrategyWrapper(_KeepingStrategy(saved, each_agreed=True), replicas)
     with agreed(), read_safely(saved), without_warnings():
-        try:
-            # without the exchange of every rank's keys: nothing in here waits for another rank
-            answer = dist_checkpointing.load(
-                template,
-                str(saved.path),
-                sharded_strategy=_KeepingStrategy(saved, resize),
-                strict=StrictHandling.RETURN_UNEXPECTED,
-                validate_access_integrity=False,
-            )
-        except CheckpointException as error:  # PyTorch's, which is no Exception
-            cause = next(iter(error.failures.values()))[0]
-            text = str(cause) if isinstance(cause, CheckpointError) else f"{saved.path} cannot be read: {cause!r}"
-            raise CheckpointError(f"{text}; part of it is in the model already: build the state anew") from cause
+        # without the exchange of every rank's keys: nothing in here waits for another rank, but for the exchange
+        answer = dist_checkpointing.load(
+            template,
+            str(saved.path),
+            sharded_strategy=strategy,
+            strict=StrictHandling.RETURN_UNEXPECTED,
+            validate_access_integrity=False,
+        )
         loaded = cast("tuple[dict[str, Any], set[str], set[str]]", answer)[0]
         for key, content in loaded.items():
             if key.startswith("model"):
@@ -90,6 +98,21 @@ def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequenc
         )
 
 
+def _exchange_pays(replicas: dist.ProcessGroup) -> bool:
+    """Whether ranks exchange tensors faster than each reads them: over NCCL, not over gloo on a host with its cache."""
+    return replicas.size() > 1 and dist.get_backend(replicas) == "nccl"
+
+
+@contextmanager
+def _said_as_checkpoint_error(saved: SavedCheckpoint) -> Generator[None]:
+    try:
+        yield
+    except CheckpointException as error:  # PyTorch's, which is no Exception
+        cause = next(iter(error.failures.values()))[0]
+        text = str(cause) if isinstance(cause, CheckpointError) else f"{saved.path} cannot be read: {cause!r}"
+        raise CheckpointError(f"{text}; part of it is in the model already: build the state anew") from cause
+
+
 def _first(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
@@ -97,9 +120,9 @@ def _first(names: Sequence[str], most: int = 5) -> str:
 class _KeepingStrategy(TorchDistLoadShardedStrategy):
     """mcore's reading, after which what a smaller saved tensor does not cover has the values it had (mcore: zeros)."""
 
-    def __init__(self, saved: SavedCheckpoint, resize: Sequence[str]) -> None:
+    def __init__(self, saved: SavedCheckpoint, resize: Sequence[str] = (), *, each_agreed: bool = False) -> None:
         super().__init__()
-        self._saved, self._resize = saved, resize
+        self._saved, self._resize, self._each_agreed = saved, resize, each_agreed
 
     def load(self, sharded_state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         kept: list[tuple[ShardedTensor, torch.Tensor]] = []
@@ -107,7 +130,8 @@ class _KeepingStrategy(TorchDistLoadShardedStrategy):
             if isinstance(part, ShardedTensor) and part.data is not None and matches(part.key, self._resize):
                 part.allow_shape_mismatch = True
                 kept.append((part, part.data.clone()))
-        loaded = super().load(sharded_state_dict, *args, **kwargs)
+        with agreed() if self._each_agreed else nullcontext(), _said_as_checkpoint_error(self._saved):
+            loaded = super().load(sharded_state_dict, *args, **kwargs)
         for part, own in kept:
             tensor: Any = part.data  # into which was read, with the stacked dimensions (layers) in front by now
             own = own.view(tensor.shape)

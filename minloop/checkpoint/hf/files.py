@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minloop.checkpoint.durable import sync
+from minloop.checkpoint.disk import sync
 from minloop.checkpoint.hf.config import read_json
 
 WEIGHTS = "model.safetensors"

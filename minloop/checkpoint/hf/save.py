@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from minloop.checkpoint.agreement import agreed, from_first_rank
-from minloop.checkpoint.durable import sync
+from minloop.checkpoint.disk import sync
 from minloop.checkpoint.hf.config import config_entries, read_hf_config
 from minloop.checkpoint.hf.files import DTYPES, write_json, write_weights
 from minloop.checkpoint.hf.layout import Layout, layouts

@@ -1,11 +1,13 @@
-"""Who uses a directory: one run writes into it, and a checkpoint that a living run loaded last is not deleted.
+"""What holds of files whatever ends the process: writes that are whole or not there, and locks that are never stale.
 
-Both are locks that the system holds on open files and drops with the process, however it ends: none is ever stale.
+Locks are the system's own on open files, and go with the process: one run writes into a directory, and a checkpoint
+that a living run loaded last is not deleted.
 """
 
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import weakref
 from pathlib import Path
@@ -15,11 +17,40 @@ import torch.distributed as dist
 
 from minloop.messages import say_once
 
+DELETED = ".deleted"
+"""Ends the name of what is being deleted: it is renamed first, so that no half of it can be taken for the whole."""
 LOCK = ".lock"
 """In a directory of checkpoints: who writes there. The file itself stays; deleting it would let two runs in."""
 
 _held: dict[Path, IO[str]] = {}
 _in_use: list[IO[bytes]] = []
+
+
+def sync(path: Path) -> None:
+    """Have the content of a file, or the names in a directory, written to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Write or replace a small file; a reader sees the old content or the new."""
+    temporary = path.with_name(path.name + ".unfinished")
+    temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def delete(directory: Path) -> None:
+    """Delete a directory; cut short, what is left of it has another name."""
+    condemned = directory.with_name(directory.name + DELETED)
+    if condemned.exists():
+        shutil.rmtree(condemned)
+    directory.rename(condemned)
+    shutil.rmtree(condemned)
 
 
 def hold(directory: Path) -> None:
