@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from minloop.data import Batch, check_token_ids, slice_batch_for_context_parallel, to_device
+from minloop.data import Batch, CheckedBatch, check_token_ids, slice_batch_for_context_parallel, to_device
 
 
 class PlacedBatch(dict[str, torch.Tensor]):
@@ -20,7 +20,8 @@ def place_batch(batch: Batch, model: torch.nn.Module) -> PlacedBatch:
     """
     if isinstance(batch, PlacedBatch):
         return batch
-    check_token_ids(batch, model_attribute(model, "vocab_size"))
+    if not isinstance(batch, CheckedBatch):
+        check_token_ids(batch, model_attribute(model, "vocab_size"))
     length, positions = batch["tokens"].shape[1], model_attribute(model, "max_sequence_length")
     kind = model_attribute(model, "position_embedding_type")
     if kind == "learned_absolute" and length > positions:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -223,8 +224,8 @@ def test_context_parallel_errors():
     pair = groups(cp=Group(0, 2))
     with pytest.raises(ValueError, match=r"sequence length \(6\) must be a multiple of 2 × .* \(2\)"):
         slice_batch_for_context_parallel({"tokens": torch.zeros(1, 6)}, pair)
-    with pytest.raises(ValueError, match="inter_document_masking"):
-        slice_batch_for_context_parallel({"tokens": torch.zeros(1, 8), "cu_seqlens": torch.zeros(1, 9)}, pair)
+    with pytest.raises(ValueError, match=r"begin at \[0, 6, 8\]: .* padded to a multiple of 4, by pack_samples"):
+        slice_batch_for_context_parallel({"tokens": torch.zeros(1, 8), "cu_seqlens": torch.tensor([[0, 6, 8]])}, pair)
 
 
 def test_mock_data():
@@ -326,7 +327,7 @@ def test_write_indexed_errors_leave_nothing(tmp_path: Path):
         def tokenize(self, text: str) -> list[int]:
             return list(text.encode())
 
-    with pytest.raises(ValueError, match="ids from 0 to 122, but its vocab_size is 100"):
+    with pytest.raises(ValueError, match="ids from 122 to 122, but its vocab_size is 100"):
         write_indexed(["A", "z"], tmp_path / "text", Narrow())
     with pytest.raises(ValueError, match="no document with a token"):
         write_indexed([""], tmp_path / "text", build_byte_tokenizer())
@@ -354,6 +355,49 @@ def test_gpt_dataset_errors(tmp_path: Path):
         build_gpt_datasets(build_dataset_config(sequence_length=8, vocab_size=8), (4, 4, 4))
 
 
+def test_blend_errors(tmp_path: Path):
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for prefix in prefixes:
+        write_indexed([f"document {index}" for index in range(20)], prefix, build_byte_tokenizer())
+    missing = [prefixes[0], str(tmp_path / "c")]
+    wrong: list[tuple[dict[str, Any], tuple[int | None, int, int], str]] = [
+        ({"blend": (prefixes, [1.0, -1.0])}, (4, 0, 0), r"must not be negative, nor all 0: \[1.0, -1.0\]"),
+        ({"blend": (prefixes, [0.0, 0.0])}, (4, 0, 0), "must not be negative, nor all 0"),
+        ({"blend": (prefixes, [3.0, 1.0])}, (None, 0, 0), "num_samples for train is None, but its blend has weights"),
+        ({"blend": (missing, [1.0, 1.0])}, (4, 0, 0), "c.idx does not exist"),
+        ({"blend_per_split": [None, (missing, None), None], "blend": None, "split": None}, (4, 4, 4), "c.idx does not"),
+    ]
+    for fields, sizes, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            build_gpt_datasets(text_config(prefixes, **fields), sizes)
+    with pytest.raises(ValueError, match="must be equal in number"):
+        text_config(prefixes, blend=(prefixes, [1.0]))
+    with pytest.raises(ValueError, match="split must be provided"):
+        text_config(prefixes, split=None)
+
+
+@pytest.mark.parametrize("mmap_bin_files", [True, False])
+def test_blends_per_split(tmp_path: Path, mmap_bin_files: bool):
+    prefixes = [str(tmp_path / name) for name in "abc"]
+    for prefix in prefixes:
+        write_indexed([Path(prefix).name * 500] * 4, prefix, build_byte_tokenizer())
+    blends = [(prefixes[:2], [1, 3]), (prefixes[2:], None), None]
+    fields = {"blend": None, "split": None, "blend_per_split": blends, "mid_level_dataset_surplus": 0.5}
+    config = text_config([], **fields, mmap_bin_files=mmap_bin_files, reset_position_ids=True, eod_mask_loss=True)
+    built: Any = build_gpt_datasets(config, (40, 8, 0))
+    train, valid, test = built
+    assert train is not None
+    assert valid is not None
+    assert test is None
+    batch = next(build_loader(train, groups(), micro_batch_size=40))
+    assert (batch["tokens"] == ord("b")).float().mean() == pytest.approx(0.75, abs=0.05)
+    assert set(valid[0]["tokens"].tolist()) <= {ord("c"), 255}
+    ends = batch["tokens"] == 255
+    assert ends.any()
+    assert not batch["loss_mask"][ends].any()
+    assert not batch["position_ids"][:, 1:][ends[:, :-1]].any()
+
+
 def read_text(prefix: str, path_to_cache: str | None) -> list[int]:
     train: Any = build_gpt_datasets(text_config([prefix], path_to_cache=path_to_cache), (200, 0, 0))[0]
     return [token for sample in train for token in sample["tokens"].tolist()]
@@ -368,3 +412,20 @@ def test_ranks_build_one_index(tmp_path: Path, cache: str | None):
     assert first == second == read_text(prefix, path_to_cache)
     assert written == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")}
     assert len(written) == 3
+
+
+def read_text_of_node(prefix: str, caches: str) -> list[int]:
+    """Two nodes of one rank each, with a cache of its own."""
+    os.environ["LOCAL_RANK"] = "0"
+    cache = f"{caches}/{torch.distributed.get_rank()}"
+    train: Any = build_gpt_datasets(text_config([prefix], path_to_cache=cache), (200, 0, 0), cache_per_node=True)[0]
+    assert torch.distributed.get_rank() == int(cache[-1])
+    return [token for sample in train for token in sample["tokens"].tolist()]
+
+
+def test_first_rank_of_every_node_builds_its_index(tmp_path: Path):
+    prefix = str(tmp_path / "text")
+    write_indexed(library_sources(), prefix, build_byte_tokenizer())
+    first, second = run_ranks(2, read_text_of_node, prefix, str(tmp_path / "caches"), init="gloo")
+    assert first == second
+    assert [len(list((tmp_path / "caches" / node).glob("*.npy"))) for node in "01"] == [3, 3]

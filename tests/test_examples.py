@@ -67,6 +67,13 @@ def test_text_example_learns_and_writes(split: str, tmp_path: Path, monkeypatch:
         assert after < 4.5
 
 
+def test_pretraining_example_goes_from_files_to_text(tmp_path: Path) -> None:
+    options = {"train_iters": 30, "num_files": 100, "vocab_size": 512, "directory": str(tmp_path)}
+    for before, after in run_ranks(2, call_main, "pretrain_text", options):
+        assert 3.5 < before < 6.5
+        assert after < 0.8 * before
+
+
 def test_resharding_example_agrees(tmp_path: Path) -> None:
     losses = run_ranks(4, call_main, "reshard", {"train_iters": 2, "directory": str(tmp_path)})[0]
     assert len(losses) == 5

@@ -20,7 +20,7 @@ STAGES = """
 messages cpu determinism spelling context_parallel_checks expert_checks graph_checks
 memory_checks tensor_parallel_checks checks config distributed tp_overlap layers
 architecture model hybrid_pattern hybrid cuda_graph advice data_parallel optimizer moe state data losses microbatches
-placement schedule step flops metrics garbage inference checkpoint sameness
+placement packed schedule step flops metrics garbage inference checkpoint sameness
 """.split()
 
 MAX_FILE_LINES = 250
@@ -36,16 +36,18 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 
 PUBLIC_NAMES = """
-Batch CheckpointDescription CheckpointError Difference DistributedDataParallelConfig GPTDatasetConfig LayoutRecord
-Loader MLATransformerConfig ModelProvider OptimizerConfig PendingSave ProcessGroupCollection StepMetrics TrainState
-TransformerConfig build_byte_tokenizer build_config build_dataset_config build_ddp_config build_gpt_datasets
-build_gpt_model build_hybrid_model build_loader build_mock_loader build_model build_optimizer build_optimizer_config
-build_scheduler check_replicas compare_layouts compare_records cpu_backend describe_checkpoint eval_step expert_load
-export_weights first_difference flops_per_token forward_logits full_gradients full_weights gathered_parameters
-gpt_forward_step gpt_provider hf_config_fields hybrid_provider init_distributed init_tp_overlap is_first_rank
-latest_checkpoint load_checkpoint load_hf_weights load_weights log_line manual_gc num_microbatches peak_tflops
-read_run_config record_layout replace_layout save_checkpoint save_hf_weights seed_ranks shutdown_distributed
-start_save token_loss train_step verify_checkpoint wrap_ddp write_indexed write_run_config
+Batch CheckpointDescription CheckpointError DatasetDescription Difference DistributedDataParallelConfig GPTDatasetConfig
+LayoutRecord Loader MLATransformerConfig ModelProvider OptimizerConfig PendingSave ProcessGroupCollection StepMetrics
+TokenizeReport TrainState TransformerConfig build_byte_tokenizer build_config build_dataset_config build_ddp_config
+build_gpt_datasets build_gpt_model build_hybrid_model build_loader build_mock_loader build_model build_optimizer
+build_optimizer_config build_scheduler build_stream_loader build_tokenizer check_replicas compare_layouts
+compare_records cpu_backend describe_checkpoint describe_dataset eval_step expert_load export_weights first_difference
+flops_per_token forward_logits full_gradients full_weights gathered_parameters gpt_forward_step gpt_provider
+hf_config_fields hybrid_provider init_distributed init_tp_overlap is_first_rank latest_checkpoint load_checkpoint
+load_hf_weights load_weights log_line manual_gc mask_prompt num_microbatches pack_samples packed_forward_step
+padded_vocab_size peak_tflops prefetch_to_device ramped_batch_size read_run_config record_layout replace_layout
+save_checkpoint save_hf_weights seed_ranks shutdown_distributed start_save token_loss tokenize_to_indexed train_step
+verify_checkpoint wrap_ddp write_indexed write_run_config
 """.split()
 
 

@@ -1,20 +1,26 @@
 """mcore's datasets: a config with the fields set that training wants, mock data, and indexed text with its blends."""
 
+import contextlib
 import copy
 import importlib
-from collections.abc import Iterator
+import math
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import numpy
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, TopLevelDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.distributed_c10d import get_node_local_rank
 from torch.utils.data import Subset
 
+from minloop.data.indexed import check_indexed
 from minloop.data.loader import Loader, build_loader
-from minloop.data.text import Tokenizer, build_null_tokenizer
+from minloop.data.tokenizers import Tokenizer, build_null_tokenizer
 from minloop.messages import without_log_lines
 
 
@@ -39,7 +45,8 @@ def build_dataset_config(
         tokenizer: an mcore tokenizer, such as `build_byte_tokenizer()`.
         random_seed: decides the order in which `GPTDataset` reads documents and samples.
     Raises:
-        ValueError: neither or both of vocab_size and tokenizer, or `reset_attention_mask` without a mask to reset.
+        ValueError: neither or both of vocab_size and tokenizer, `reset_attention_mask` without a mask to reset, or
+            fields that mcore refuses.
     """
     if (vocab_size is None) == (tokenizer is None):
         raise ValueError(f"give one of vocab_size ({vocab_size}) and tokenizer ({tokenizer})")
@@ -51,9 +58,12 @@ def build_dataset_config(
         "eod_mask_loss": False,
         "create_attention_mask": False,
     }
-    config = GPTDatasetConfig(
-        random_seed=random_seed, sequence_length=sequence_length, tokenizer=tokenizer, **{**chosen, **fields}
-    )
+    try:
+        config = GPTDatasetConfig(
+            random_seed=random_seed, sequence_length=sequence_length, tokenizer=tokenizer, **{**chosen, **fields}
+        )
+    except AssertionError as error:
+        raise ValueError(f"{error or 'split must be up to three numbers that are not negative'}: {fields}") from error
     if config.reset_attention_mask and not config.create_attention_mask:
         raise ValueError(
             "reset_attention_mask=True has no effect with create_attention_mask=False: set create_attention_mask=True, "
@@ -125,19 +135,22 @@ def build_gpt_datasets(
     num_samples: tuple[int | None, int | None, int | None],
     *,
     vocab_size: int | None = None,
+    cache_per_node: bool = False,
 ) -> tuple[TopLevelDataset | None, TopLevelDataset | None, TopLevelDataset | None]:
     """Return the train, valid and test datasets of indexed text (.bin and .idx files), None for a split of part 0.
 
     With several ranks, call it on all of them: mcore lets global rank 0 write the sample indices to
     `dataset_config.path_to_cache` (default: a directory `<prefix>/cache`), then all ranks of the default group meet in
-    a barrier, then the others read. So that directory must be one that all ranks see. The cache is keyed on the config
-    and the path of the files, not on their content: use a new prefix for new data.
+    a barrier, then the others read. So that directory must be one that all ranks see, or `cache_per_node` be set. The
+    cache is keyed on the config and the path of the files, not on their content: use a new prefix for new data.
 
     Args:
         num_samples: at least so many samples of each split, by repeating its documents; None for one epoch.
         vocab_size: the model's, if it is to be compared with the tokenizer's.
+        cache_per_node: `path_to_cache` is a disk of each node's own: the first rank of every node writes it.
     Raises:
-        ValueError: no `blend` in the config, a split without documents, or `vocab_size` smaller than the tokenizer's.
+        ValueError: no `blend` in the config, files that are missing or damaged (see `check_indexed`), a split without
+            documents, weights that are negative, all 0 or without a size, or `vocab_size` smaller than the tokenizer's.
         RuntimeError: mcore's compiled helper is missing.
     """
     if dataset_config.mock:
@@ -145,9 +158,11 @@ def build_gpt_datasets(
     if vocab_size is not None:
         check_vocab_size(dataset_config, vocab_size)
     _import_compiled_helper()
-    _check_splits(dataset_config)
+    _check_blends(dataset_config, num_samples)
     sizes = cast("list[int]", list(num_samples))
-    datasets = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
+    distributed = torch.distributed.is_initialized()
+    with _first_of_node_builds() if cache_per_node and distributed else contextlib.nullcontext():
+        datasets = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
     for dataset in _gpt_datasets(datasets):
         # The cached loss mask is the first sample's own, which mcore then zeroes in place where that sample is padded:
         # with drop_last_partial_validation_sequence=False every later sample could lose the same tokens.
@@ -165,16 +180,42 @@ def _gpt_datasets(datasets: Any) -> Iterator[GPTDataset]:
             yield from _gpt_datasets(dataset if isinstance(dataset, list) else dataset.datasets)
 
 
-def _check_splits(config: GPTDatasetConfig) -> None:
-    """Refuse a split to which rounding leaves no document: mcore would count its epochs for ever."""
-    for prefix in config.blend[0] if config.blend else ():
-        documents = len(GPTDataset.build_low_level_dataset(prefix, config))
-        for split, bounds in zip(Split, config.split_matrix or (), strict=False):
+def _check_blends(config: GPTDatasetConfig, num_samples: Sequence[int | None]) -> None:
+    """Refuse, on every rank and before any waits for another, what mcore would refuse cryptically or not at all."""
+    blends = config.blend_per_split if config.blend is None else [config.blend] * len(num_samples)
+    for split, blend, size in zip(Split, blends or (), num_samples, strict=True):
+        prefixes, weights = blend or ([], None)
+        bounds = (config.split_matrix or [(0.0, 1.0)] * len(Split))[split.value]
+        if weights is not None:
+            if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
+                raise ValueError(f"the weights of a blend must not be negative, nor all 0: {weights} of {prefixes}")
+            if size is None:
+                raise ValueError(
+                    f"num_samples for {split.name} is None, but its blend has weights ({weights}): say how many, or "
+                    "leave the weights out (None), which takes one epoch of each"
+                )
+        for prefix in prefixes:
+            if is_object_storage_path(prefix):
+                continue
+            documents = check_indexed(prefix).sequences
             if bounds and round(bounds[0] * documents) == round(bounds[1] * documents):
+                # mcore would count its epochs for ever.
                 raise ValueError(
                     f"split={config.split!r} leaves no document for {split.name}, as {prefix} has {documents}: give "
                     "that part 0, or a larger share, or write more documents"
                 )
+
+
+@contextlib.contextmanager
+def _first_of_node_builds() -> Generator[None]:
+    """While inside, mcore takes the rank in the node for the rank, so the first of every node writes the cache."""
+    get_rank, local_rank = torch.distributed.get_rank, get_node_local_rank()
+
+    def rank(group: Any = None) -> int:
+        return local_rank if group is None else get_rank(group)
+
+    with mock.patch.object(torch.distributed, "get_rank", rank):
+        yield
 
 
 def _import_compiled_helper() -> None:

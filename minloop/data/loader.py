@@ -14,13 +14,9 @@ from typing import Any, Self, cast
 import numpy
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch.utils.data import DataLoader, Dataset
 
-Batch = dict[str, torch.Tensor]
-"""`tokens`, `labels`, `position_ids`: int64 [b, s]; `loss_mask`: float32 [b, s]; optionally `attention_mask`: bool
-[b, 1, s, s], True where attention is forbidden. b: micro batch size; s: the full sequence, on every rank. For mRoPE
-`position_ids` may be [b, 3, s]: time, height and width."""
+from minloop.data.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,7 @@ class SampleOrder:
     shuffle: bool
     seed: int
     wrap: bool
+    global_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1:
@@ -44,6 +41,11 @@ class SampleOrder:
                 f"({self.micro_batch_size}) × data parallel size ({self.data_parallel_size}) = {self.chunk_size}: use "
                 "a larger dataset, a smaller micro batch or fewer data parallel ranks"
             )
+        if self.global_batch_size is not None and self.dataset_length < self.global_batch_size:
+            raise ValueError(
+                f"the dataset has {self.dataset_length} samples, fewer than one global_batch_size "
+                f"({self.global_batch_size}): use a larger dataset or a smaller batch"
+            )
 
     @property
     def chunk_size(self) -> int:
@@ -53,9 +55,9 @@ class SampleOrder:
     def batches(self, consumed_samples: int) -> Iterator[list[int]]:
         """Yield the dataset indices of this rank's micro batches, beginning after `consumed_samples` samples."""
         order: Sequence[int] | numpy.ndarray = range(self.dataset_length)
-        drawn = None
+        drawn, whole = None, self.global_batch_size or self.chunk_size
         for chunk in itertools.count(consumed_samples, self.chunk_size):
-            if not self.wrap and chunk + self.chunk_size > self.dataset_length:
+            if not self.wrap and chunk + self.chunk_size > self.dataset_length // whole * whole:
                 return
             first = chunk + self.data_parallel_rank * self.micro_batch_size
             batch: list[int] = []
@@ -149,26 +151,31 @@ def build_loader(
     shuffle: bool = False,
     seed: int = 0,
     wrap: bool = True,
+    global_batch_size: int | None = None,
     num_workers: int = 0,
 ) -> Loader:
     """Return the loader of this rank's micro batches, on the CPU (in pinned memory if there is a GPU).
 
     Every rank reads for itself, and all ranks of one data parallel index read the same: the order is a function of the
     arguments alone. So no broadcast delays a step (ranks of a node share the pages that they read), and on pipeline
-    stages that need no tokens the position advances as everywhere.
+    stages that need no tokens the position advances as everywhere. Evaluation takes a loader of its own, and reading
+    one leaves all others, and the random streams, as they are: a new one for every evaluation begins at the same place.
 
     Args:
-        dataset: a map-style dataset with a length, whose samples are dicts of tensors without the [b] of `Batch`.
+        dataset: a map-style dataset with a length, whose samples are dicts of tensors without the [b] of `Batch`:
+            mcore's, your own, or one of Hugging Face's `datasets`, ``with_format("torch")``.
         micro_batch_size: samples per batch, on one data parallel rank.
         consumed_samples: where to begin, in samples over all data parallel ranks.
         shuffle: read every epoch in another order, a permutation drawn from `seed` and the epoch. `GPTDataset` has
             shuffled its samples already.
         wrap: after the last sample go on with the next epoch, in mid-batch if need be, for ever. Otherwise stop when
             fewer than micro_batch_size × data parallel size samples are left, after the same batch on every rank.
+        global_batch_size: samples of a step; then the dataset must have that many, and without `wrap` the end is that
+            of the last whole global batch: no step is left without its last microbatches.
         num_workers: processes that read ahead; 0 reads when asked. It has no influence on what is read.
     Raises:
         ValueError: micro_batch_size is not positive, consumed_samples is negative, or the dataset is smaller than
-            micro_batch_size × data parallel size.
+            micro_batch_size × data parallel size, or than global_batch_size.
     """
     order = SampleOrder(
         dataset_length=len(cast(Sized, dataset)),
@@ -178,6 +185,7 @@ def build_loader(
         shuffle=shuffle,
         seed=seed,
         wrap=wrap,
+        global_batch_size=global_batch_size,
     )
     return Loader(dataset, order, consumed_samples=consumed_samples, num_workers=num_workers)
 
@@ -197,50 +205,26 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, groups: Proc
     return global_batch_size // (micro_batch_size * data_parallel_size)
 
 
-def slice_batch_for_context_parallel(batch: Batch, groups: ProcessGroupCollection) -> Batch:
-    """Return this context parallel rank's part of the sequence: of 2 × size chunks, the rank-th from each end.
+def ramped_batch_size(
+    global_batch_size: int, consumed_samples: int, *, start: int, increment: int, ramp_samples: int
+) -> int:
+    """Return the samples of the next step while the batch grows, as by Megatron-LM's --rampup-batch-size.
 
-    [b, s] becomes [b, s / size]; `attention_mask` [b, 1, s, s] becomes [b, 1, s / size, s]; per-sample values [b] stay.
-    `batch` itself is left as it is.
+    From `start` it grows in steps of `increment`, each used for the same number of samples, to `global_batch_size`,
+    which is reached after `ramp_samples`. Give the result to `num_microbatches`, before each step (for other schedules
+    see mcore's `StepBatchsizeNumMicroBatchesCalculator`):
 
-    Raises:
-        ValueError: s is not a multiple of 2 × context parallel size, or the batch is packed (`cu_seqlens`).
-    """
-    size, sequence_length = groups.cp.size(), batch["tokens"].size(1)
-    if size == 1:
-        return batch
-    if sequence_length % (2 * size):
-        raise ValueError(
-            f"the sequence length ({sequence_length}) must be a multiple of 2 × context parallel size ({size})"
-        )
-    if "cu_seqlens" in batch:
-        raise ValueError(
-            f"the batch has cu_seqlens (inter_document_masking=True) and the context parallel size is {size}: packed "
-            "sequences are not sliced here, use one of the two"
-        )
-    per_sample = {name: value for name, value in batch.items() if value.dim() < 2}
-    per_token = {name: value for name, value in batch.items() if value.dim() >= 2}
-    return {**get_batch_on_this_cp_rank(per_token, is_hybrid_cp=False, cp_group=groups.cp), **per_sample}
-
-
-def to_device(batch: Batch, device: torch.device | int) -> Batch:
-    """Copy a batch to `device`; from pinned memory, as `Loader` gives it, without waiting for the copy."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-
-
-def check_token_ids(batch: Batch, vocab_size: int) -> None:
-    """Refuse a batch, still on the CPU, with an id that the embedding or the loss does not know.
-
-    Unchecked, such an id is a device-side assertion on a GPU, and with tensor parallelism silently an embedding of
-    zeros. Labels whose loss is masked are free.
+        size = minloop.ramped_batch_size(1024, state.consumed_samples, start=64, increment=64, ramp_samples=10**6)
 
     Raises:
-        ValueError: naming the lowest and the highest id, and `vocab_size`.
+        ValueError: increment, ramp_samples or start is not positive, or from start increments do not lead to the size.
     """
-    ids = torch.cat([batch["tokens"].flatten(), batch["labels"][batch["loss_mask"] > 0]])
-    lowest, highest = (int(bound) for bound in ids.aminmax())
-    if lowest < 0 or highest >= vocab_size:
+    grows = global_batch_size - start
+    if min(start, increment, ramp_samples) < 1 or grows < 0 or grows % increment:
         raise ValueError(
-            f"the batch has token ids from {lowest} to {highest}, but vocab_size is {vocab_size}: build the model with "
-            "the tokenizer's vocab_size, above every id; where a label is to be ignored, set loss_mask to 0"
+            f"start ({start}), increment ({increment}) and ramp_samples ({ramp_samples}) must be positive, and start "
+            f"plus a multiple of increment be global_batch_size ({global_batch_size})"
         )
+    if consumed_samples >= ramp_samples or not grows:
+        return global_batch_size
+    return start + consumed_samples * (grows // increment) // ramp_samples * increment
