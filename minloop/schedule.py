@@ -44,7 +44,7 @@ def forward_backward(
 
     def run(taken: Sequence[Any]) -> list[Report]:
         tokens = _tokens_ahead(taken, state.groups) if ahead else None
-        with exact_token_count(config, forward_step, tokens) as counting_step:
+        with exact_token_count(config, forward_step, tokens) as counting_step, state.auxiliary_losses.recording():
             return _run_schedule(state, batches, taken, counting_step, forward_only)
 
     if config.cuda_graph_impl != "full_iteration" or forward_only or not torch.cuda.is_available():

@@ -114,10 +114,9 @@ def train_step(
     learning_rate = state.optimizer.param_groups[0]["lr"]
     _begin_step(state)
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
-    with state.auxiliary_losses.recording():
-        reports = forward_backward(
-            state, batches, forward_step, forward_only=False, counts_loss_mask=forward_step is gpt_forward_step
-        )
+    reports = forward_backward(
+        state, batches, forward_step, forward_only=False, counts_loss_mask=forward_step is gpt_forward_step
+    )
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
     outcome: Any = state.optimizer.step()
     updated, grad_norm, _ = outcome

@@ -302,6 +302,8 @@ def alternating(options: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
     """Losses of states of one process that take turns."""
     reported: list[list[dict[str, float]]] = []
     states = [small_state(**(EXPERTS | fields)) for fields in options]
+    for state in states:
+        minloop.record_layout(state, text_loader(state), num_microbatches=1)
     loaders = [text_loader(state) for state in states]
     for _ in range(2):
         steps = [minloop.train_step(s, loader, num_microbatches=2) for s, loader in zip(states, loaders, strict=True)]
