@@ -209,7 +209,11 @@ def test_init_and_shutdown_twice_in_one_process() -> None:
 def threads_of_each_life() -> list[int]:
     """How many threads this process has after each of three trainings; gloo's groups have some each."""
     counts: list[int] = []
-    experts: dict[str, Any] = {"num_moe_experts": 2, "moe_ffn_hidden_size": 32, "gpt": {"position_embedding_type": "rope"}}
+    experts: dict[str, Any] = {
+        "num_moe_experts": 2,
+        "moe_ffn_hidden_size": 32,
+        "gpt": {"position_embedding_type": "rope"},
+    }
     one_layer = minloop.build_config(num_layers=1, hidden_size=8, num_attention_heads=1)
     for _ in range(3):
         minloop.init_distributed(one_layer, seed=1)  # frees what the life before left behind
