@@ -101,14 +101,21 @@ MARKS = (
 TEXT = """# Every layout trains the same model
 
 Change the layout, get the same training: here is how far that holds, for each architecture (columns) in each layout
-(rows). `uv run python benchmarks/sameness.py` measures all of it; a part is measured in `tests/test_sameness.py`. The
-cases, with every field of their configs, are in `tests/sameness_cases.py`, the figures also in `docs/sameness.json`.
-A layout is named by its parallel sizes: DP data, TP tensor, PP pipeline, VPP virtual pipeline, CP context, EP expert
-and ETP expert tensor parallel. TP2+SP is tensor parallel with sequence parallelism, TP2 without it.
+(rows). The cases, with every field of their configs, are in `tests/sameness_cases.py`, the figures also in
+`docs/sameness.json`. A layout is named by its parallel sizes: DP data, TP tensor, PP pipeline, VPP virtual pipeline, CP
+context, EP expert and ETP expert tensor parallel. TP2+SP is tensor parallel with sequence parallelism, TP2 without it.
+An architecture is a small model of its kind: "GPT-2" has learned positions, LayerNorm, GELU and biases.
+
+`uv run python benchmarks/sameness.py` goes on with the cells that the JSON file lacks: delete it to measure all of them
+anew, two hours on two cores. `uv run python benchmarks/sameness.py TP2 Llama` measures one cell and writes nothing.
+In the tests TP2+SP and PP2 VPP2 are measured with every architecture, the other layouts with one or two.
 
 Every cell starts from the weights that one rank initialised, read from its checkpoint, and trains on the same global
 batches of real text (bytes of Python source, 8 samples of 32 tokens, each with another number of tokens that count), in
-fp32 on the CPU. Compared with the run on one rank are:
+fp32 on the CPU. (The seed alone gives other weights in another layout: start from one checkpoint to compare.) The
+weights begin with a standard deviation of 0.1 and Adam has an ε of 1e-5: with small weights or the usual ε some of
+these models enlarge rounding so much that one rank differs from itself, with another micro batch size, by up to 1e-2.
+Compared with the run on one rank are:
 
 - the loss and the gradient norm of each of 20 Adam steps, relative: the first table shows the worse of the two;
 - every element of the first gradient, gathered to its full shape, over the largest element of its tensor;
@@ -117,6 +124,9 @@ fp32 on the CPU. Compared with the run on one rank are:
 
 The weights after the Adam steps are in the JSON file (`adam_weights`), but not judged: Adam divides a gradient by its
 own size, so that where a gradient is near zero its rounding noise becomes a step of full size.
+
+The tests ask for 2e-6 in losses and gradient norms (with experts 1e-5), 5e-5 in the first gradient and 2e-5 in the
+weights. The worst first gradients are those of the hybrid's A_log, a sum of large terms that nearly cancel.
 
 That replicas of the model are equal bit for bit is checked in every cell (`minloop.check_replicas`).
 {marks}

@@ -106,6 +106,8 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
             f"(pipeline_model_parallel_layout {config.pipeline_model_parallel_layout}): three stages would share a "
             "weight that is tied between two; lay out the m beside the L"
         )
+    if not options.get("parallel_output", True):
+        raise ValueError("parallel_output=False: the loss takes each rank's part of the logits; leave it out")
     if config.fused_single_qkv_rope:
         _check_fused_rope(config, kind)
     if kind == "mrope":

@@ -49,6 +49,13 @@ STAGE_FIELDS = (
 )
 """How layers are laid out over pipeline stages: meaningless once `pipeline_model_parallel_size` changes."""
 
+UNKNOWN = {
+    "apply_residual_connection_post_layernorm": False,  # nothing in mcore reads it
+    "gtp_weight_remat_size": 1,  # ranks of which the data parallel groups do not know
+    "expert_gtp_weight_remat_size": 1,
+}
+"""Fields of `TransformerConfig` with the one value that trains."""
+
 COMBINED_SCHEDULE = (
     "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
@@ -123,6 +130,7 @@ def check_config(config: Any) -> None:
     check_experts(config)
     check_context_parallel(config)
     _check_lengths(config)
+    _check_unknown(config)
     check_recompute(config)
     check_cuda_graphs(config)
 
@@ -172,6 +180,13 @@ def _check_pipeline(config: Any) -> None:
             f"virtual_pipeline_model_parallel_size ({vpp}) with pipeline_model_parallel_size ({pp}) and "
             "overlap_p2p_comm=False mixes up microbatches: set overlap_p2p_comm=True and batch_p2p_comm=False"
         )
+
+
+def _check_unknown(config: Any) -> None:
+    """Fields that mcore 0.19 takes, and that do nothing, or something for which nothing here is made."""
+    for name, usual in UNKNOWN.items():
+        if getattr(config, name, usual) != usual:
+            raise ValueError(f"{name} is {getattr(config, name)}, which does not train as it says: leave it at {usual}")
 
 
 def _check_lengths(config: Any) -> None:

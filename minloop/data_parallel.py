@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import weakref
 from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any
@@ -85,7 +86,15 @@ def bind_hooks(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpt
     def per_chunk(functions: list[Any]) -> Any:
         return functions if len(functions) > 1 else functions[0]  # what mcore's schedules expect
 
-    config.grad_scale_func = optimizer.scale_loss
+    # An fp32 model's optimizer holds views of the weights, whose graph leads to DDP's hooks: held here, too, it would
+    # close a circle that the garbage collector cannot see.
+    own = weakref.ref(optimizer)
+
+    def scale_loss(loss: torch.Tensor) -> torch.Tensor:
+        optimizer: Any = own()
+        return optimizer.scale_loss(loss)
+
+    config.grad_scale_func = scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = per_chunk([chunk.no_sync for chunk in chunks])

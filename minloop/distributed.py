@@ -202,17 +202,15 @@ def _init_model_parallel(
                 "shutdown_distributed() (or the host's own clean-up) first"
             )
         return
-    defaults: dict[str, Any] = {
-        "distributed_timeout_minutes": timeout.total_seconds() / 60,
-        "create_gloo_process_groups": False,
-    }
+    minutes = timeout.total_seconds() / 60
+    defaults: dict[str, Any] = {"distributed_timeout_minutes": minutes, "create_gloo_process_groups": False}
     if config.mtp_standalone:  # the prediction layers' stage, not the last one, holds a copy of the embedding
         defaults["get_embedding_ranks"] = lambda ranks: sorted({ranks[0], *get_mtp_ranks(ranks, config)})
     options: dict[str, Any] = sizes | defaults | mcore_options
     parallel_state.initialize_model_parallel(**options)
     undo.callback(parallel_state.destroy_model_parallel)
-    undo.callback(RotaryEmbedding.forward.cache_clear)  # it holds embeddings, and they hold these groups
-    undo.callback(YarnRotaryEmbedding.forward.cache_clear)
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        undo.callback(kind.forward.cache_clear)  # it holds embeddings, and they hold these groups
 
 
 def seed_ranks(

@@ -163,11 +163,11 @@ def other_training(config: TransformerConfig, groups: ProcessGroupCollection) ->
             f"moe_router_load_balancing_type={kinds!r} with {dp} data parallel ranks: mcore weighs a microbatch by the "
             "load of those before it in its step, so that another number of microbatches per rank is another training"
         )
+    if config.moe_router_force_load_balancing:
+        yield "moe_router_force_load_balancing=True: tokens are dealt out at random, for benchmarks only"
     if config.moe_input_jitter_eps is not None and groups.tp_dp_cp.size() > 1:
-        yield (
-            f"moe_input_jitter_eps={config.moe_input_jitter_eps}: ranks draw their own numbers, so that another layout "
-            "is another training, as it is with dropout"
-        )
+        eps = f"moe_input_jitter_eps={config.moe_input_jitter_eps}"
+        yield f"{eps}: ranks draw their own numbers, so that another layout is another training, as it is with dropout"
 
 
 def mend_experts(chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection) -> None:

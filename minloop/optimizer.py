@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_mup_config_overrides,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -29,7 +35,7 @@ def build_optimizer(
     groups: ProcessGroupCollection,
     **mcore_options: Any,
 ) -> MegatronOptimizer:
-    """Build mcore's optimizer over the chunks of this rank.
+    """Build mcore's optimizer over the chunks of this rank; with `use_mup` its learning rates scale with the width.
 
     Args:
         optimizer_config: from `build_optimizer_config`, or mcore's own.
@@ -42,7 +48,12 @@ def build_optimizer(
     for chunk in chunks:
         if not hasattr(chunk, "ddp_config"):
             raise TypeError(f"{type(chunk).__name__} is not wrapped for data parallelism: call wrap_ddp first")
-    check_optimizer_config(optimizer_config, get_model_config(chunks[0]), chunks[0].ddp_config)
+    config = get_model_config(chunks[0])
+    check_optimizer_config(optimizer_config, config, chunks[0].ddp_config)
+    if config.use_mup:
+        overrides = mcore_options.get("config_overrides") or get_standard_config_overrides(optimizer_config)
+        scaled = get_mup_config_overrides(optimizer_config, config.mup_width_mult, optimizer_config.optimizer)
+        mcore_options["config_overrides"] = overrides | scaled
     with without_warnings():  # of experimental parts of mcore that it imports
         optimizer = get_megatron_optimizer(
             optimizer_config,

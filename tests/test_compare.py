@@ -226,6 +226,11 @@ def replicas_after_steps(
 
 
 TIED: dict[str, Any] = {"pipeline_model_parallel_size": 2, "gpt": {"share_embeddings_and_output_weights": True}}
+PREDICTING: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2,
+    "mtp_num_layers": 1,
+    "gpt": {"position_embedding_type": "rope"},
+}
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
@@ -259,11 +264,12 @@ def change_one_element(fields: dict[str, Any], name: str) -> None:
     [
         (2, {}, "word_embeddings.weight", "word_embeddings.weight differs between data and context parallel ranks 0 "),
         (2, TP, "layers.0.mlp.linear_fc2.bias", "differs between tensor parallel ranks 0 and 1.*random numbers"),
-        (2, TIED, "output_layer.weight", "shared embedding and output weight differs between embedding ranks 0 and 1"),
+        (2, TIED, "output_layer.weight", "word embedding differs between embedding ranks 0 and 1"),
+        (2, PREDICTING, "word_embeddings.weight", "word embedding differs between embedding ranks 0 and 1"),
         (4, MOE | {"expert_model_parallel_size": 2}, "layers.1.mlp.experts.local_experts.0.linear_fc1.weight",
          "differs between expert data parallel ranks 1 and 3"),
     ],
-    ids=["DP2", "TP2", "PP2 tied", "EP2×EDP2"],
+    ids=["DP2", "TP2", "PP2 tied", "PP2 MTP", "EP2×EDP2"],
 )  # fmt: skip
 def test_a_replica_that_differs_in_one_element(ranks: int, fields: dict[str, Any], name: str, message: str) -> None:
     with pytest.raises(RankError, match=message):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from ranks import RankError, run_ranks
-from small import small_config
+from small import small_config, small_state
 
 import minloop
 from minloop.architecture import check_gpt_options, gpt_specs
@@ -189,6 +189,8 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             {"tp_comm_overlap": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
             "tp_comm_overlap=True with transformer_impl=local: it needs 'transformer_engine' and a GPU",
         ),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is True, which"),
+        ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size is 2, which does not train as it says: leave it at 1"),
     ],
 )
 def test_contradictions_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -442,3 +444,14 @@ def odd_vocabulary() -> None:
 def test_models_that_do_not_fit_are_refused(function: Any, message: str) -> None:
     with pytest.raises(RankError, match=message):
         run_ranks(2, function)
+
+
+def rates_by_width(fields: dict[str, Any]) -> set[float]:
+    state = small_state(lr=1e-3, **fields)
+    minloop.shutdown_distributed()
+    return {group["max_lr"] for group in state.optimizer.param_groups}
+
+
+def test_mup_scales_learning_rates_with_the_width() -> None:
+    assert run_ranks(1, rates_by_width, {}) == [{1e-3}]
+    assert run_ranks(1, rates_by_width, {"use_mup": True, "mup_base_hidden_size": 8}) == [{1e-3, 1e-3 * 8 / 32}]

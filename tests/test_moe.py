@@ -189,6 +189,7 @@ GLOBAL: dict[str, Any] = {"moe_router_load_balancing_type": "global_aux_loss", "
         (GLOBAL, {"dp": 2}, ["'global_aux_loss' with 2 data parallel ranks"]),
         (GLOBAL, {"tp": 2, "cp": 2}, []),
         ({"moe_input_jitter_eps": 0.1}, {}, []),
+        ({"moe_router_force_load_balancing": True}, {}, ["moe_router_force_load_balancing=True: tokens are dealt out"]),
         (CAPACITY | {"moe_input_jitter_eps": 0.1}, {"tp": 2, "dp": 2}, ["moe_expert_cap", "moe_input_jitter_eps=0.1"]),
     ],
 )

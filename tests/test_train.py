@@ -209,6 +209,7 @@ def test_init_and_shutdown_twice_in_one_process() -> None:
 def threads_of_each_life() -> list[int]:
     """How many threads this process has after each of three trainings; gloo's groups have some each."""
     counts: list[int] = []
+    sharded = {"use_distributed_optimizer": True}
     experts: dict[str, Any] = {
         "num_moe_experts": 2,
         "moe_ffn_hidden_size": 32,
@@ -219,7 +220,7 @@ def threads_of_each_life() -> list[int]:
         minloop.init_distributed(one_layer, seed=1)  # frees what the life before left behind
         minloop.shutdown_distributed()
         counts.append(len(os.listdir("/proc/self/task")))
-        state = small_state(**experts)
+        state = small_state(ddp=sharded, **experts)
         train(state, text_loader(state), 1)
         del state
         minloop.shutdown_distributed()

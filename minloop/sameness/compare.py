@@ -13,6 +13,7 @@ from minloop.data import Batch, num_microbatches
 from minloop.distributed import shutdown_distributed
 from minloop.sameness.full_tensors import from_first_rank
 from minloop.sameness.record import LayoutRecord, record_layout
+from minloop.sameness.replicas import check_replicas
 from minloop.schedule import ForwardStep
 from minloop.state import TrainState
 from minloop.step import gpt_forward_step
@@ -54,6 +55,12 @@ def compare_records(reference: LayoutRecord, other: LayoutRecord) -> list[Differ
         Difference(f"output of {name}", relative_difference(other.outputs.get(name), value))
         for name, value in reference.outputs.items()
     ]
+    for kind, ours, theirs in (
+        ("output", reference.outputs, other.outputs),
+        ("gradient", reference.gradients, other.gradients),
+    ):
+        alone = sorted(theirs.keys() - ours.keys())
+        differences += [Difference(f"{kind} of {name}", torch.inf, "the reference has none") for name in alone]
     for name, loss in reference.losses.items():
         relative = abs(other.losses.get(name, torch.nan) - loss) / max(abs(loss), TINY)
         differences.append(Difference(name, relative))
@@ -94,6 +101,8 @@ def compare_layouts[Config: TransformerConfig](
         directory: where to write a checkpoint, on a file system that all ranks share; by default a temporary one.
     Returns:
         On every rank all differences in the order of computation, small and large.
+    Raises:
+        RuntimeError: ranks of one layout began with different copies of a weight, see `check_replicas`.
     """
     records: list[LayoutRecord] = []
     with tempfile.TemporaryDirectory() as own:
@@ -101,6 +110,7 @@ def compare_layouts[Config: TransformerConfig](
         for config in (reference, other):
             try:
                 state = build(config)
+                check_replicas(state)  # which loading would make equal
                 if config is reference:
                     folder = from_first_rank(folder, state.groups)
                     save_checkpoint(folder, state)

@@ -68,7 +68,7 @@ def _shared_weights(state: TrainState) -> Iterator[_Shared]:
             and getattr(weight, "sequence_parallel", False) is sequence_parallel
         }
         yield _Shared("tensor parallel", groups.tp, whole, cause)
-    yield from _tied_embeddings(state)
+    yield from _embeddings(state)
 
 
 def _saved_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,19 +78,22 @@ def _saved_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _tied_embeddings(state: TrainState) -> Iterator[_Shared]:
-    """The weight that first and last pipeline stage (and stages with predicted tokens) hold twice."""
+def _embeddings(state: TrainState) -> Iterator[_Shared]:
+    """The word embedding that stages hold copies of: the first and the last if tied, and those of predicted tokens."""
     group: Any = state.groups.embd
     if group is None or group.size() == 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
         return
-    models: list[Any] = unwrapped_models(state)
-    if not getattr(models[0], "share_embeddings_and_output_weights", False):
-        return
-    for model in models:
-        if model.pre_process or model.post_process:
-            weight = model.shared_embedding_or_output_weight()
-            cause = "gradients of tied embeddings were not summed over the stages (finalize_model_grads)"
-            yield _Shared("embedding", group, {"shared embedding and output weight": weight}, cause)
+    for model in unwrapped_models(state):
+        chunk: Any = model
+        tied = getattr(chunk, "share_embeddings_and_output_weights", False)
+        predicts = getattr(chunk, "mtp_process", False)
+        if not (tied or state.config.mtp_num_layers):
+            return
+        if chunk.pre_process or predicts or (tied and chunk.post_process):
+            own = hasattr(chunk, "embedding")
+            weight = chunk.embedding.word_embeddings.weight if own else chunk.shared_embedding_or_output_weight()
+            cause = "gradients of copies of the embedding were not summed over the stages (finalize_model_grads)"
+            yield _Shared("embedding", group, {"word embedding": weight}, cause)
             return
 
 
