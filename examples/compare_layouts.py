@@ -4,6 +4,7 @@ Builds one model in two layouts, from the same weights and the same global batch
 and the gradient of every weight. Put your own provider and config in `build` and `main`.
 """
 
+import math
 import os
 
 import minloop
@@ -36,10 +37,13 @@ def main(tolerance=1e-5, build=build, data=mock_data, **layout):
     differences = minloop.compare_layouts(build, config, other, data, global_batch_size=8, micro_batch_size=2)
     first = minloop.first_difference(differences, tolerance)
     if os.environ.get("RANK", "0") == "0":
-        worst = max(differences, key=lambda difference: difference.relative)
-        print(f"{len(differences)} outputs, losses and gradients compared")
-        print(f"the largest relative difference is {worst.relative:.1e}: {worst.what}")
-        print("the layouts train the same model" if first is None else f"the first that differs is {first}")
+        if differences[0].what == "samples":
+            print(f"nothing to compare: {differences[0].hint}")
+        else:
+            worst = max(differences, key=lambda found: (math.isnan(found.relative), found.relative))
+            print(f"{len(differences)} outputs, losses and gradients compared")
+            print(f"the largest relative difference is {worst.relative:.1e}: {worst.what}")
+            print("the layouts train the same model" if first is None else f"the first that differs is {first}")
     return first
 
 
