@@ -157,6 +157,11 @@ def _check_pipeline(config: Any) -> None:
             f"pipeline_model_parallel_size ({pp}) > 1 needs pipeline_dtype, the dtype of the activations sent between "
             "stages: set pipeline_dtype to params_dtype, or leave both to build_config"
         )
+    if pp > 1 and config.mtp_num_layers and config.mtp_detach_heads:
+        raise ValueError(
+            f"mtp_detach_heads=True with pipeline_model_parallel_size ({pp}), with which mcore hangs in its first step: "
+            "set mtp_detach_heads=False or pipeline_model_parallel_size=1"
+        )
     if vpp is not None and pp == 1:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size ({vpp}) needs pipeline_model_parallel_size > 1, which is 1: set "

@@ -191,6 +191,10 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
         ),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is True, which"),
         ({"gtp_weight_remat_size": 2}, "gtp_weight_remat_size is 2, which does not train as it says: leave it at 1"),
+        (
+            {"mtp_num_layers": 1, "mtp_detach_heads": True, "pipeline_model_parallel_size": 2},
+            r"mtp_detach_heads=True with pipeline_model_parallel_size \(2\)",
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
