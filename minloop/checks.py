@@ -159,7 +159,7 @@ def _check_pipeline(config: Any) -> None:
         )
     if pp > 1 and config.mtp_num_layers and config.mtp_detach_heads:
         raise ValueError(
-            f"mtp_detach_heads=True with pipeline_model_parallel_size ({pp}), with which mcore hangs in its first step: "
+            f"mtp_detach_heads=True with pipeline_model_parallel_size ({pp}), with which mcore hangs in a first step: "
             "set mtp_detach_heads=False or pipeline_model_parallel_size=1"
         )
     if vpp is not None and pp == 1:

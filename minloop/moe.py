@@ -163,8 +163,8 @@ def other_training(config: TransformerConfig, groups: ProcessGroupCollection) ->
             f"moe_router_load_balancing_type={kinds!r} with {dp} data parallel ranks: mcore weighs a microbatch by the "
             "load of those before it in its step, so that another number of microbatches per rank is another training"
         )
-    if config.moe_router_force_load_balancing:
-        yield "moe_router_force_load_balancing=True: tokens are dealt out at random, for benchmarks only"
+    forced = {name: getattr(config, name) for name in ("moe_router_force_load_balancing", "moe_router_force_biased")}
+    yield from (f"{name}={value}: tokens are dealt out at random" for name, value in forced.items() if value)
     if config.moe_input_jitter_eps is not None and groups.tp_dp_cp.size() > 1:
         eps = f"moe_input_jitter_eps={config.moe_input_jitter_eps}"
         yield f"{eps}: ranks draw their own numbers, so that another layout is another training, as it is with dropout"

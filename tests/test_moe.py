@@ -190,6 +190,7 @@ GLOBAL: dict[str, Any] = {"moe_router_load_balancing_type": "global_aux_loss", "
         (GLOBAL, {"tp": 2, "cp": 2}, []),
         ({"moe_input_jitter_eps": 0.1}, {}, []),
         ({"moe_router_force_load_balancing": True}, {}, ["moe_router_force_load_balancing=True: tokens are dealt out"]),
+        ({"moe_router_force_biased": 1.0}, {}, ["moe_router_force_biased=1.0: tokens are dealt out"]),
         (CAPACITY | {"moe_input_jitter_eps": 0.1}, {"tp": 2, "dp": 2}, ["moe_expert_cap", "moe_input_jitter_eps=0.1"]),
     ],
 )
