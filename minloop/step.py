@@ -67,8 +67,7 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     if "cu_seqlens" in batch:
         raise ValueError(
             "the batch has cu_seqlens (inter_document_masking=True), which gpt_forward_step would ignore: attention "
-            "would cross documents; set inter_document_masking=False, or pass a forward_step that hands on "
-            "packed_seq_params"
+            "would cross documents; set inter_document_masking=False, or pass forward_step=minloop.packed_forward_step"
         )
     batch = place_batch(batch, model)
     output = model(

@@ -290,3 +290,19 @@ def test_sequence_parts_that_are_not_summed_tear_replicas_apart() -> None:
 def test_a_dropout_stream_of_its_own_per_rank_tears_replicas_apart() -> None:
     with pytest.raises(RankError, match=r"tensor parallel ranks 0 and 1: these ranks drew different random"):
         run_ranks(2, replicas_after_steps, TP | DROPOUT, stream_per_rank=True)
+
+
+def test_what_one_layout_alone_has_differs() -> None:
+    one = torch.ones(2)
+    few, many = (
+        minloop.LayoutRecord(outputs=dict.fromkeys(outputs, one), gradients=dict.fromkeys(gradients, one))
+        for outputs, gradients in ((["a"], ["w"]), (["a", "b"], ["w", "x"]))
+    )
+    for records in ((few, many), (many, few)):
+        found = {difference.what: difference.relative for difference in minloop.compare_records(*records)}
+        assert found == {
+            "output of a": 0.0,
+            "output of b": torch.inf,
+            "gradient of w": 0.0,
+            "gradient of x": torch.inf,
+        }

@@ -12,6 +12,7 @@ from typing import IO, Any, Literal, cast
 CHUNK_BYTES = 1 << 20  # enough that handing a chunk to a process costs nothing beside its work, little enough to hold
 
 Format = Literal["jsonl", "parquet", "text"]
+FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Chunk:
 def format_of(path: Path) -> Format:
     """By the name, without .gz or .zst: .jsonl, .ndjson and .json hold a record a line; unknown names are text."""
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "text")  # type: ignore[return-value]
+    return FORMATS.get(suffix, "text")
 
 
 def check_inputs(paths: Sequence[Path], keys: Sequence[str]) -> None:

@@ -52,20 +52,14 @@ def compare_records(reference: LayoutRecord, other: LayoutRecord) -> list[Differ
         hint = f"; a sample was read {max(repeated)} times, by several data parallel ranks" if max(repeated) > 1 else ""
         return [Difference("samples", 1.0, f"the layouts did not see the same global batch{hint}")]
     differences = [
-        Difference(f"output of {name}", relative_difference(other.outputs.get(name), value))
-        for name, value in reference.outputs.items()
+        Difference(f"output of {name}", relative_difference(other.outputs.get(name), reference.outputs.get(name)))
+        for name in reference.outputs | other.outputs
     ]
-    for kind, ours, theirs in (
-        ("output", reference.outputs, other.outputs),
-        ("gradient", reference.gradients, other.gradients),
-    ):
-        alone = sorted(theirs.keys() - ours.keys())
-        differences += [Difference(f"{kind} of {name}", torch.inf, "the reference has none") for name in alone]
     for name, loss in reference.losses.items():
         relative = abs(other.losses.get(name, torch.nan) - loss) / max(abs(loss), TINY)
         differences.append(Difference(name, relative))
-    for name in sorted(reference.gradients, key=_forward_order):
-        relative = relative_difference(other.gradients.get(name), reference.gradients[name])
+    for name in sorted(reference.gradients | other.gradients, key=_forward_order):
+        relative = relative_difference(other.gradients.get(name), reference.gradients.get(name))
         partial = re.sub(r"\[.*", "", name) in other.sequence_parallel
         differences.append(Difference(f"gradient of {name}", relative, _PARTIAL if partial else ""))
     return differences
@@ -130,9 +124,9 @@ def _forward_order(name: str) -> tuple[bool, bool, int, str]:
     return (name.startswith("output_layer"), name.startswith("decoder.final"), layer, name)
 
 
-def relative_difference(value: torch.Tensor | None, reference: torch.Tensor) -> float:
-    """The largest absolute difference of any element over the reference's largest; infinite for another shape."""
-    if value is None or value.shape != reference.shape:
+def relative_difference(value: torch.Tensor | None, reference: torch.Tensor | None) -> float:
+    """The largest absolute difference of any element over the reference's largest; infinite if shapes differ."""
+    if value is None or reference is None or value.shape != reference.shape:
         return torch.inf
     scale = max(reference.abs().max().item(), TINY)
     return (value.double() - reference.double()).abs().max().item() / scale

@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from minloop.checkpoint.hf.architectures import ARCHITECTURES, Architecture
+from minloop.data.tokenizers import pad_vocab_size
 
 RENAMED = {
     "num_layers": "num_hidden_layers",
@@ -101,7 +102,7 @@ def hf_config_fields(
         ValueError: another architecture, or a variant that mcore does not have; the message names it.
     """
     model = read_hf_config(source)
-    size = -(-model.options["vocab_size"] // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
+    size = pad_vocab_size(model.options["vocab_size"], make_vocab_size_divisible_by)
     return model.fields, model.options | {"vocab_size": size}
 
 
