@@ -6,11 +6,11 @@ python docs/loss_curve.py                             # draw again from docs/los
 
 import json
 import os
-import sys
+import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TRAIN_ITERS = 300
+TRAIN_ITERS, SEQUENCE_LENGTH, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE = 300, 128, 8, 16
 LAYOUTS = {
     "tensor parallel 2": {"tensor_model_parallel_size": 2},
     "pipeline parallel 2": {"pipeline_model_parallel_size": 2},
@@ -20,23 +20,55 @@ COLOURS = ("#0969da", "#bf3989", "#1a7f37")
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 300, 50, 40, 16
 
 
+def build_state(layout):
+    import minloop
+
+    config = minloop.build_config(
+        num_layers=4, hidden_size=128, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False,
+        hidden_dropout=0.0, attention_dropout=0.0, **layout,
+    )  # fmt: skip
+    groups = minloop.init_distributed(config, seed=1234)
+    chunks = minloop.build_gpt_model(
+        config, groups, vocab_size=256, max_sequence_length=SEQUENCE_LENGTH, position_embedding_type="rope"
+    )
+    ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
+    chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=3e-3, weight_decay=0.1)
+    optimizer = minloop.build_optimizer(chunks, optimizer_config, groups)
+    scheduler = minloop.build_scheduler(
+        optimizer, global_batch_size=GLOBAL_BATCH_SIZE, train_iters=TRAIN_ITERS, lr_warmup_iters=20
+    )
+    return minloop.TrainState(chunks, optimizer, scheduler, config, groups)
+
+
+def build_text():
+    """The sources of the standard library, bytes, written as .bin and .idx by one rank, once."""
+    import torch.distributed as dist
+
+    import minloop
+
+    prefix, tokenizer = Path("checkpoints/loss_curve_text/text"), minloop.build_byte_tokenizer()
+    if dist.get_rank() == 0 and not prefix.with_suffix(".idx").exists():
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        minloop.write_indexed((file.read_text("utf-8", errors="replace") for file in files), prefix, tokenizer)
+    dist.barrier()
+    config = minloop.build_dataset_config(
+        sequence_length=SEQUENCE_LENGTH, tokenizer=tokenizer, blend=([str(prefix)], None), split="1,0,0"
+    )
+    return minloop.build_gpt_datasets(config, (None, 0, 0), vocab_size=256)[0]
+
+
 def train():
     """Train in each layout from the first one's initial weights; write the losses (nats per byte) on one rank."""
-    sys.path.insert(0, str(HERE.parent / "examples"))
-    import train_text
-
     import minloop
 
     losses, first_rank = {}, False
     for name, layout in LAYOUTS.items():
-        state = train_text.build_state(TRAIN_ITERS, **layout)
-        data, _ = train_text.build_text(num_files=200)
-        if losses:
-            minloop.load_checkpoint("checkpoints/loss_curve", state)
-        else:
-            minloop.save_checkpoint("checkpoints/loss_curve", state)
-        loader = minloop.build_loader(data, state.groups, micro_batch_size=train_text.MICRO_BATCH_SIZE)
-        count = minloop.num_microbatches(train_text.GLOBAL_BATCH_SIZE, train_text.MICRO_BATCH_SIZE, state.groups)
+        state = build_state(layout)
+        (minloop.load_checkpoint if losses else minloop.save_checkpoint)("checkpoints/loss_curve", state)
+        loader = minloop.build_loader(build_text(), state.groups, micro_batch_size=MICRO_BATCH_SIZE)
+        count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, state.groups)
         steps = [minloop.train_step(state, loader, num_microbatches=count) for _ in range(TRAIN_ITERS)]
         losses[name] = [step.loss.item() for step in steps]
         first_rank = minloop.is_first_rank(state.groups)

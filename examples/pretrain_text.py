@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/pretrain_text.py
 
 A tokenizer is trained, the files become .bin and .idx, two data parallel ranks train with evaluation. Prints the bits
-per byte of held-out files, whatever the tokenizer, and text that the model writes. About ten minutes on two CPU cores.
+per byte of held-out files, by which tokenizers can be compared, and text that the model writes. On two CPU cores they
+fall below 2 in about two minutes, and the whole run takes about five.
 """
 
 import json
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import minloop
 
-SEQUENCE_LENGTH, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE = 128, 8, 16
+SEQUENCE_LENGTH, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE, EVAL_SAMPLES = 128, 8, 16, 512
 PROMPT = "def main("
 
 
@@ -100,7 +101,7 @@ def write(state, tokenizer, num_tokens, temperature=0.7):
     return tokenizer.detokenize(text)
 
 
-def main(train_iters=1000, num_files=None, vocab_size=2048, directory="checkpoints/pretrain_text", **layout):
+def main(train_iters=1000, num_files=None, vocab_size=4096, directory="checkpoints/pretrain_text", **layout):
     config = minloop.build_config(
         num_layers=4, hidden_size=128, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False,
         hidden_dropout=0.0, attention_dropout=0.0, **layout,
@@ -119,9 +120,12 @@ def main(train_iters=1000, num_files=None, vocab_size=2048, directory="checkpoin
     )
     data = minloop.prefetch_to_device(loader, vocab_size=minloop.padded_vocab_size(tokenizer, config))
     num_microbatches = minloop.num_microbatches(GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, groups)
-    eval_batches, first_rank = min(8, len(valid) // GLOBAL_BATCH_SIZE), minloop.is_first_rank(groups)
+    eval_batches = min(EVAL_SAMPLES, len(valid)) // (MICRO_BATCH_SIZE * groups.dp.size())
+    first_rank = minloop.is_first_rank(groups)
 
     history = [bits_per_byte(state, valid, tokenizer, eval_batches)]
+    if first_rank:
+        print(f"held-out bits per byte before training: {history[0]:.3f}", flush=True)
     while state.iteration < train_iters:
         start = time.perf_counter()
         metrics = minloop.train_step(state, data, num_microbatches=num_microbatches)

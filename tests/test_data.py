@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import sys
 import types
@@ -12,7 +13,7 @@ import numpy
 import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from ranks import run_ranks
 from torch.utils.data import Dataset
 
@@ -297,13 +298,20 @@ def test_every_byte_of_text_has_loss(tmp_path: Path):
     assert len(set(labels) - {255}) == 256 - 13  # UTF-8 has no use for 13 byte values, of which 255 ends a document
 
 
-def test_padding_of_one_sample_masks_no_other(tmp_path: Path):
+@pytest.mark.parametrize("create_attention_mask", [False, True])
+def test_padding_of_one_sample_masks_no_other(tmp_path: Path, create_attention_mask: bool):
     write_indexed(["a" * 80], tmp_path / "text", build_byte_tokenizer())
     prefix = str(tmp_path / "text")
-    config = text_config([prefix], split="0,1,0", drop_last_partial_validation_sequence=False)
+    masks = {"create_attention_mask": create_attention_mask, "drop_last_partial_validation_sequence": False}
+    config = text_config([prefix], split="0,1,0", **masks)
     valid: Any = build_gpt_datasets(config, (0, None, 0))[1]
     padded_first = numpy.argsort(valid.shuffle_index)[::-1]
     assert [int(valid[index]["loss_mask"].sum()) for index in padded_first] == [80 - 64, 32, 32]
+    samples = list(valid)
+    valid.masks_and_position_ids_are_cacheable = False  # mcore then builds every sample's anew
+    for sample, anew in zip(samples, valid, strict=True):
+        assert sample.keys() == anew.keys()
+        assert all(torch.equal(value, anew[name]) for name, value in sample.items())
 
 
 def test_blend_can_be_read(tmp_path: Path):
@@ -345,7 +353,7 @@ def test_write_indexed_errors_leave_nothing(tmp_path: Path):
 def test_gpt_dataset_errors(tmp_path: Path):
     write_indexed(["one", "two"], tmp_path / "text", build_byte_tokenizer())
     config = text_config([str(tmp_path / "text")], split="98,1,1")
-    with pytest.raises(ValueError, match=r"leaves no document for valid, as .*text has 2"):
+    with pytest.raises(ValueError, match=r"leaves no document with a token for valid, as .*text has 2"):
         build_gpt_datasets(config, (4, 4, 4))
     with pytest.raises(ValueError, match=r"vocab_size \(255\) is smaller than the tokenizer's \(256\)"):
         build_gpt_datasets(config, (4, 4, 4), vocab_size=255)
@@ -353,6 +361,26 @@ def test_gpt_dataset_errors(tmp_path: Path):
         build_mock_dataset(config)
     with pytest.raises(ValueError, match="use build_mock_dataset"):
         build_gpt_datasets(build_dataset_config(sequence_length=8, vocab_size=8), (4, 4, 4))
+
+
+@pytest.mark.parametrize("mmap_bin_files", [True, False])
+def test_documents_without_tokens_are_passed_over(tmp_path: Path, mmap_bin_files: bool):
+    def config(name: str, lengths: list[int], split: str = "1,0,0") -> GPTDatasetConfig:
+        builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), DType.optimal_dtype(256))
+        for length in lengths:
+            builder.add_document(torch.full((length,), length), [length])
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+        return text_config([str(tmp_path / name)], mmap_bin_files=mmap_bin_files, split=split)
+
+    train: Any = build_gpt_datasets(config("text", [0, 40, 0, 0, 60, 0]), (None, 0, 0))[0]
+    assert sorted({token for sample in train for token in sample["tokens"].tolist()}) == [40, 60]
+    assert len(train) == 3
+    with pytest.raises(ValueError, match=r"none holds no sequence: there is nothing to train on"):
+        build_gpt_datasets(config("none", []), (None, 0, 0))
+    with pytest.raises(ValueError, match=r"empty holds no token, and 2 sequences: there is nothing to train on"):
+        build_gpt_datasets(config("empty", [0, 0]), (None, 0, 0))
+    with pytest.raises(ValueError, match=r"leaves no document with a token for train, as .*half has 2"):
+        build_gpt_datasets(config("half", [0, 40], split="1,1,0"), (8, None, 0))
 
 
 def test_blend_errors(tmp_path: Path):
@@ -363,6 +391,7 @@ def test_blend_errors(tmp_path: Path):
     wrong: list[tuple[dict[str, Any], tuple[int | None, int, int], str]] = [
         ({"blend": (prefixes, [1.0, -1.0])}, (4, 0, 0), r"must not be negative, nor all 0: \[1.0, -1.0\]"),
         ({"blend": (prefixes, [0.0, 0.0])}, (4, 0, 0), "must not be negative, nor all 0"),
+        ({"blend": (prefixes, [1.0, math.nan])}, (4, 0, 0), "must not be negative, nor all 0"),
         ({"blend": (prefixes, [3.0, 1.0])}, (None, 0, 0), "num_samples for train is None, but its blend has weights"),
         ({"blend": (missing, [1.0, 1.0])}, (4, 0, 0), "c.idx does not exist"),
         ({"blend_per_split": [None, (missing, None), None], "blend": None, "split": None}, (4, 4, 4), "c.idx does not"),

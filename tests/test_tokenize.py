@@ -141,6 +141,16 @@ def test_malformed_line_is_named(tmp_path: Path, line: bytes, reason: str):
     assert written(tmp_path) == ["a_text_document.bin", "a_text_document.idx"]
 
 
+def test_plain_text_that_is_not_utf_8_is_named(tmp_path: Path):
+    (tmp_path / "good.txt").write_text("größer", "utf-8")
+    (tmp_path / "latin.txt").write_text("größer", "latin-1")
+    inputs = [tmp_path / "latin.txt", tmp_path / "good.txt"]
+    with pytest.raises(ValueError, match=r"latin.txt:1: .*can't decode byte 0xf6"):
+        tokenize_to_indexed(inputs, tmp_path / "a", BYTES, num_workers=0)
+    report = tokenize_to_indexed(inputs, tmp_path / "a", BYTES, num_workers=0, on_error="skip", resume=False)
+    assert (documents(report.prefixes["text"]), report.malformed) == (["größer".encode() + b"\xff"], 1)
+
+
 def kill_after(chunks: int, source: Path, prefix: Path, num_workers: int) -> None:
     """Tokenize in a process that is killed before it writes its next chunk."""
 

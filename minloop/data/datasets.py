@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.distributed_c10d import get_node_local_rank
 from torch.utils.data import Subset
 
-from minloop.data.indexed import check_indexed
+from minloop.data.indexed import bytes_before, check_indexed
 from minloop.data.loader import Loader, build_loader
 from minloop.data.tokenizers import Tokenizer, build_null_tokenizer
 from minloop.messages import without_log_lines
@@ -164,9 +164,7 @@ def build_gpt_datasets(
     with _first_of_node_builds() if cache_per_node and distributed else contextlib.nullcontext():
         datasets = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config).build()
     for dataset in _gpt_datasets(datasets):
-        # The cached loss mask is the first sample's own, which mcore then zeroes in place where that sample is padded:
-        # with drop_last_partial_validation_sequence=False every later sample could lose the same tokens.
-        dataset.masks_and_position_ids_are_cacheable = False
+        _cache_masks(dataset)
     train, valid, test = datasets
     return train, valid, test
 
@@ -178,6 +176,21 @@ def _gpt_datasets(datasets: Any) -> Iterator[GPTDataset]:
             yield dataset
         elif dataset is not None:
             yield from _gpt_datasets(dataset if isinstance(dataset, list) else dataset.datasets)
+
+
+def _cache_masks(dataset: GPTDataset) -> None:
+    """Give `dataset` the masks that it would build for its first sample and then use for all.
+
+    Its own cached loss mask is the first sample's, which it zeroes in place where that sample is padded: with
+    drop_last_partial_validation_sequence=False every later sample could lose the same tokens.
+    """
+    if dataset.masks_and_position_ids_are_cacheable:
+        config = cast(GPTDatasetConfig, dataset.config)
+        length = config.sequence_length
+        if config.create_attention_mask:
+            dataset.cached_attention_mask = torch.ones(1, length, length, dtype=torch.bool).triu(1)
+        dataset.cached_loss_mask, dataset.cached_position_ids = torch.ones(length), torch.arange(length)
+        dataset.masks_and_position_ids_are_cached = True
 
 
 def _check_blends(config: GPTDatasetConfig, num_samples: Sequence[int | None]) -> None:
@@ -197,12 +210,13 @@ def _check_blends(config: GPTDatasetConfig, num_samples: Sequence[int | None]) -
         for prefix in prefixes:
             if is_object_storage_path(prefix):
                 continue
-            documents = check_indexed(prefix).sequences
-            if bounds and round(bounds[0] * documents) == round(bounds[1] * documents):
+            header = check_indexed(prefix)
+            first, last = (round(bound * header.sequences) for bound in bounds or (0.0, 0.0))
+            if bounds and bytes_before(prefix, header, first) == bytes_before(prefix, header, last):
                 # mcore would count its epochs for ever.
                 raise ValueError(
-                    f"split={config.split!r} leaves no document for {split.name}, as {prefix} has {documents}: give "
-                    "that part 0, or a larger share, or write more documents"
+                    f"split={config.split!r} leaves no document with a token for {split.name}, as {prefix} has "
+                    f"{header.sequences}: give that part 0, or a larger share, or write more documents"
                 )
 
 

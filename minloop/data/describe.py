@@ -8,6 +8,7 @@ import numpy
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from minloop.data.indexed import check_indexed
+from minloop.messages import without_warnings
 
 _BAR = 40  # characters of the longest bar
 
@@ -65,7 +66,8 @@ def describe_dataset(
     header = check_indexed(prefix)
     if not 0 <= sequence < header.sequences:
         raise ValueError(f"sequence ({sequence}) must be from 0 to {header.sequences - 1}, as {prefix} holds so many")
-    indexed: Any = IndexedDataset(str(prefix))
+    with without_warnings():  # of mcore, that there is no rank, before a process group is made
+        indexed: Any = IndexedDataset(str(prefix))
     lengths: numpy.ndarray = indexed.sequence_lengths
     # frexp's exponent is the number of binary digits: exact, and one pass
     digits, counts = numpy.unique(numpy.frexp(lengths)[1], return_counts=True)

@@ -116,7 +116,7 @@ def check_indexed(prefix: str | Path) -> IndexHeader:
 
     Raises:
         ValueError: a file is missing, the .idx is of another format or version, either is shorter than the header and
-            the last sequence say, or there is none; mcore would assert, or fail when that sequence is read.
+            the last sequence say, or there is no token; mcore would assert, or fail when that sequence is read.
     """
     idx, binary = Path(get_idx_path(str(prefix))), Path(get_bin_path(str(prefix)))
     for path in (idx, binary):
@@ -137,12 +137,23 @@ def check_indexed(prefix: str | Path) -> IndexHeader:
             raise ValueError(f"{idx} has {idx.stat().st_size} bytes, and by its header {expected}: it is cut short")
         if not sequences:
             raise ValueError(f"{prefix} holds no sequence: there is nothing to train on")
-        file.seek(_HEADER.size + 4 * (sequences - 1))
-        (length,) = struct.unpack("<i", file.read(4))
-        file.seek(_HEADER.size + 12 * sequences - 8)
-        (offset,) = struct.unpack("<q", file.read(8))
     dtype: Any = DType.dtype_from_code(code)
-    size = offset + length * DType.size(dtype)
+    header = IndexHeader(dtype, sequences, boundaries - 1)
+    size = bytes_before(prefix, header, sequences)
     if binary.stat().st_size < size:
         raise ValueError(f"{binary} has {binary.stat().st_size} bytes, and by {idx.name} {size}: it is cut short")
-    return IndexHeader(dtype, sequences, boundaries - 1)
+    if not size:
+        raise ValueError(f"{prefix} holds no token, and {sequences} sequences: there is nothing to train on")
+    return header
+
+
+def bytes_before(prefix: str | Path, header: IndexHeader, sequence: int) -> int:
+    """Where the first `sequence` sequences end in `prefix`.bin, by the .idx; they have tokens if that is above 0."""
+    if not sequence:
+        return 0
+    with Path(get_idx_path(str(prefix))).open("rb") as file:
+        file.seek(_HEADER.size + 4 * (sequence - 1))
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(_HEADER.size + 4 * header.sequences + 8 * (sequence - 1))
+        (offset,) = struct.unpack("<q", file.read(8))
+    return offset + length * DType.size(header.dtype)
