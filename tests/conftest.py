@@ -6,10 +6,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests
 
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from ranks import start_server
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Share all tests among a few processes; run those of named files here, where ``-s`` and debuggers work.
+
+    A few, as every process has its own server, and up to eight ranks at a time. One GPU is not to be shared.
+    """
+    chosen = config.option.keyword or not all(Path(argument).is_dir() for argument in config.args)
+    return 0 if chosen or torch.cuda.is_available() else min(4, len(os.sched_getaffinity(0)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

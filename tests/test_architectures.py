@@ -15,6 +15,7 @@ from small import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, Text, small_config, small_s
 
 import minloop
 from minloop.architecture import YARN_DEFAULTS, check_gpt_options, take_yarn_options
+from minloop.layers.installed import fuse_rope_where_it_fits
 
 STEPS, TOLERANCE = 8, 2e-6
 # Weights large enough for attention to matter, and an epsilon above rounding noise in gradients that are almost zero:
@@ -89,6 +90,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 VPP2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "CP2": {"context_parallel_size": 2},
 }
+MEASURED = {"YaRN", "tied, one more token", "two more tokens", "heterogeneous"}  # by test_sameness.py, and in:
+MEASURED_IN = {"TP2+SP", "PP2 VPP2"}
 
 
 class Film(Text):
@@ -138,7 +141,8 @@ def references(directory: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_architecture_trains_alike(layout: str, directory: str, references: dict[str, Any]) -> None:
-    without = [name for name, case in ARCHITECTURES.items() if layout == "CP2" and "mtp_num_layers" in case]
+    without = MEASURED if layout in MEASURED_IN else set[str]()
+    without |= {name for name, case in ARCHITECTURES.items() if layout == "CP2" and "mtp_num_layers" in case}
     cases = {name: case for name, case in ARCHITECTURES.items() if name not in without}
     for found in run_ranks(2, histories, directory, cases, LAYOUTS[layout]):
         assert_same(found, references)
@@ -226,10 +230,6 @@ def options_of(fields: dict[str, Any]) -> None:
         (HETEROGENEOUS | {"mtp_num_layers": 1}, r"mtp_num_layers \(1\) with heterogeneous layers"),
         ({"gpt": {"position_embedding_type": "yarn"}}, "'yarn' needs yarn_rotary_scaling_factor, yarn_original"),
         ({"gpt": YARN | ROPE}, "yarn_rotary_scaling_factor, .* with position_embedding_type='rope'"),
-        (
-            {"fused_single_qkv_rope": True, "gpt": YARN},
-            "fused_single_qkv_rope=True with position_embedding_type='yarn'",
-        ),
         ({"fused_single_qkv_rope": True, "gpt": ROPE}, "with transformer_impl='local', not 'transformer_engine'"),
     ],
 )
@@ -261,3 +261,24 @@ def test_mrope_takes_one_position_of_text_or_three() -> None:
     ((text, thrice, film),) = run_ranks(1, losses_by_position)
     assert text == thrice
     assert abs(film - text) > 1e-4
+
+
+def calls_with_fused_rope() -> list[bool]:
+    """Whether an attention finds `fused_single_qkv_rope` set: with plain RoPE, packed, without angles, and again."""
+    config: Any = (state := small_state(gpt=ROPE)).config
+    chunk: Any = state.chunks[0].module
+    config.fused_single_qkv_rope = True
+    fuse_rope_where_it_fits(chunk, config)
+    attention, seen = chunk.decoder.layers[0].self_attention, list[bool]()
+    attention.forward = lambda *_, **__: seen.append(config.fused_single_qkv_rope)
+    plain = {"rotary_pos_emb": torch.zeros(1), "packed_seq_params": None, "inference_context": None}
+    for options in ({}, {"packed_seq_params": object()}, {"rotary_pos_emb": None}, {}):
+        attention(torch.zeros(1), **(plain | options))
+    learned: Any = small_config()
+    learned.fused_single_qkv_rope = True
+    fuse_rope_where_it_fits(torch.nn.Identity(), learned)
+    return [*seen, learned.fused_single_qkv_rope]
+
+
+def test_rope_is_fused_in_the_calls_that_it_fits() -> None:
+    assert run_ranks(1, calls_with_fused_rope) == [[True, False, False, True, False]]
