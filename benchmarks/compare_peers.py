@@ -122,7 +122,7 @@ def row(peer: str, asked: Comparison) -> dict[str, Any]:
     shape = run.shape
     times = sorted(ms for result in results for ms in timed(result, asked))
     median = statistics.median(times)
-    recipe = run.options.get("fp8_recipe")
+    recipe, weights_too = run.options.get("fp8_recipe"), run.options.get("fp8_param") == "True"
     rate = shape.tokens_per_step / run.gpus / median * 1000
     flops = minloop.flops_per_token(
         TransformerConfig(**shape.transformer_fields()),
@@ -133,7 +133,7 @@ def row(peer: str, asked: Comparison) -> dict[str, Any]:
         "shape": shape.name,
         "gpus": run.gpus,
         "layout": layout(run),
-        "precision": f"fp8 {recipe}" if recipe else "bf16",
+        "precision": (f"fp8 {recipe}" if recipe else "bf16") + (", weights too" if weights_too else ""),
         "sequence": shape.sequence_length,
         "tokens_per_s_per_gpu": round(rate, 1),
         "tflops_causal": round(rate * flops / 1e12, 1),
@@ -160,6 +160,8 @@ def layout(run: Run) -> str:
     if run.options.get("sequence_parallel") == "True":
         parts[0] += "+SP"
     data_parallel = run.gpus // math.prod(sizes.values())
+    if (experts := int(run.options.get("expert_model_parallel_size", 1))) > 1:
+        return "×".join([*parts, f"DP{data_parallel}", f"EP{experts}"])
     return "×".join(parts if parts and data_parallel == 1 else [*parts, f"DP{data_parallel}"])
 
 

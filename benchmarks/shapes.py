@@ -1,7 +1,8 @@
 """The shapes that benchmarks share, and one benchmark run as words: `C gpus=2 steps=12 global_batch_size=4`.
 
-All are decoders like Llama: RMSNorm, RoPE, grouped queries, SwiGLU, untied embeddings, no bias, no dropout. A program
-is told its run by such words, so that every peer, whatever its own command line, reads the same ones.
+All are decoders like Llama: RMSNorm, RoPE, grouped queries, SwiGLU, untied embeddings, no bias, no dropout; E has the
+layers of Qwen3-30B-A3B, with experts. A program is told its run by such words, so that every peer, whatever its own
+command line, reads the same ones.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -28,10 +29,15 @@ class Shape:
     global_batch_size: int
     rotary_base: int = 10_000
     norm_epsilon: float = 1e-5
+    head_size: int = 0  # 0: hidden_size / num_attention_heads
+    qk_layernorm: int = 0
+    num_moe_experts: int = 0  # with experts every layer has them, and no other MLP
+    moe_router_topk: int = 0
+    moe_ffn_hidden_size: int = 0
 
     @property
     def kv_channels(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+        return self.head_size or self.hidden_size // self.num_attention_heads
 
     @property
     def tokens_per_step(self) -> int:
@@ -45,6 +51,8 @@ class Shape:
             "ffn_hidden_size": self.ffn_hidden_size,
             "num_attention_heads": self.num_attention_heads,
             "num_query_groups": self.num_query_groups,
+            "kv_channels": self.kv_channels,
+            "qk_layernorm": bool(self.qk_layernorm),
             "gated_linear_unit": True,
             "activation_func": torch.nn.functional.silu,
             "normalization": "RMSNorm",
@@ -52,6 +60,18 @@ class Shape:
             "add_bias_linear": False,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
+        } | (self.expert_fields() if self.num_moe_experts else {})
+
+    def expert_fields(self) -> dict[str, Any]:
+        """Return TransformerConfig's fields of the experts."""
+        return {
+            "num_moe_experts": self.num_moe_experts,
+            "moe_router_topk": self.moe_router_topk,
+            "moe_ffn_hidden_size": self.moe_ffn_hidden_size,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-3,
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
         }
 
     def num_microbatches(self, gpus: int = 1) -> int:
@@ -67,6 +87,26 @@ class Shape:
 
 LLAMA_8B = Shape("D", 32, 4096, 14336, 32, 8, 128_256, 8192, 1, 16, rotary_base=500_000)
 
+QWEN3_30B = Shape(
+    "Qwen3-30B-A3B",
+    48,
+    2048,
+    6144,
+    32,
+    4,
+    151_936,
+    4096,
+    2,
+    32,
+    rotary_base=1_000_000,
+    norm_epsilon=1e-6,
+    head_size=128,
+    qk_layernorm=1,
+    num_moe_experts=128,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=768,
+)
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -75,7 +115,16 @@ SHAPES = {
         replace(LLAMA_8B, name="C", num_layers=16),  # Llama-3-8B's layers, as many as one GPU of 141 GB trains
         LLAMA_8B,
         replace(LLAMA_8B, name="D4096", sequence_length=4096),
+        replace(QWEN3_30B, name="E", num_layers=8),  # as many as one GPU of 141 GB trains
         Shape("tiny", 2, 64, 128, 4, 2, 256, 32, 1, 2),  # for a CPU
+        replace(
+            Shape("tinyE", 2, 64, 128, 4, 2, 256, 32, 1, 2),
+            head_size=32,
+            qk_layernorm=1,
+            num_moe_experts=4,
+            moe_router_topk=2,
+            moe_ffn_hidden_size=48,
+        ),
     )
 }
 

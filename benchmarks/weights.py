@@ -29,9 +29,13 @@ def draw(name: str, shape: Shape, device: torch.device) -> Tensor:
         "q_proj": (q, h),
         "k_proj": (kv, h),
     }
-    sizes |= {"v_proj": (kv, h), "o_proj": (h, q), "down_proj": (h, shape.ffn_hidden_size)}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (shape.ffn_hidden_size, h))
+    sizes |= {"v_proj": (kv, h), "o_proj": (h, q)}
+    ffn = shape.moe_ffn_hidden_size if ".experts." in name else shape.ffn_hidden_size
+    sizes |= dict.fromkeys(("gate_proj", "up_proj"), (ffn, h))
+    sizes |= {"down_proj": (h, ffn), "gate": (shape.num_moe_experts, h)}
     kind = name.split(".")[-2]
+    if kind in ("q_norm", "k_norm"):
+        return torch.ones(shape.kv_channels, device=device)
     if kind.endswith("norm"):
         return torch.ones(h, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -54,7 +58,9 @@ def fill(parameters: Iterable[tuple[str, Tensor]], value_of: Callable[[str, torc
             )
         if isinstance(parameter, DTensor):  # every rank draws the whole and keeps its part
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.copy_(value)
+        parameter.copy_(value.to(parameter.dtype))
+        if hasattr(parameter, "get_high_precision_init_val"):  # of an FP8 parameter, for the optimizer to begin with
+            vars(parameter)["_high_precision_init_val"] = value.cpu()
 
 
 def llama(shape: Shape) -> Callable[[str, torch.device], Tensor]:
@@ -62,14 +68,15 @@ def llama(shape: Shape) -> Callable[[str, torch.device], Tensor]:
     return lambda name, device: draw(name.replace("_orig_mod.", ""), shape, device)
 
 
-def megatron_core(shape: Shape) -> Callable[[str, torch.device], Tensor]:
+def megatron_core(shape: Shape, first_expert: int = 0) -> Callable[[str, torch.device], Tensor]:
     """Values for megatron.core's GPTModel of one tensor and pipeline rank, Transformer Engine's layers or local ones.
 
-    linear_qkv has, for each query group, the group's queries, then its key, then its value; linear_fc1 the gate, then
-    the rest.
+    Of the experts, that rank has those from `first_expert` on. linear_qkv has, for each query group, the group's
+    queries, then its key, then its value; linear_fc1 the gate, then the rest.
     """
     norms = {"linear_qkv.layer_norm": "input_layernorm", "linear_fc1.layer_norm": "post_attention_layernorm"}
     norms |= {"pre_mlp_layernorm.": "post_attention_layernorm", "input_layernorm.": "input_layernorm"}
+    norms |= {"q_layernorm.": "self_attn.q_norm", "k_layernorm.": "self_attn.k_norm", "router.": "mlp.gate"}
     whole = {"linear_proj": "self_attn.o_proj", "linear_fc2": "mlp.down_proj"}
     outside = {"word_embeddings": "model.embed_tokens", "output_layer": "lm_head", "final_layernorm": "model.norm"}
 
@@ -81,6 +88,12 @@ def megatron_core(shape: Shape) -> Callable[[str, torch.device], Tensor]:
         if not found:
             return part(next(llama_name for own, llama_name in outside.items() if own in name))
         layer, rest = f"model.layers.{found[1]}", found[2]
+        if "experts." in rest:  # experts.linear_fc1.weight7, or experts.local_experts.7.linear_fc1.weight
+            number = re.search(r"local_experts\.(\d+)|weight(\d+)", rest)
+            expert = f"{layer}.mlp.experts.{first_expert + int((number[1] or number[2]) if number else 0)}"
+            if "linear_fc2" in rest:
+                return part(f"{expert}.down_proj")
+            return torch.cat([part(f"{expert}.gate_proj"), part(f"{expert}.up_proj")])
         for own, llama_name in (norms | whole).items():
             if own in rest:
                 return part(f"{layer}.{llama_name}")

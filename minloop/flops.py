@@ -102,7 +102,7 @@ def _parts(config: Any, pattern: str | None) -> list[tuple[Any, str, int]]:
     if not config.is_hybrid_model and pattern is None:
         if isinstance(config, HeterogeneousTransformerConfig):
             return _heterogeneous_parts(config)
-        return [(config, kind, number) for kinds, number in _gpt_layers(config) for kind in kinds]
+        return [(config, kind, number) for kinds, number in gpt_layers(config) for kind in kinds]
     if pattern is None:
         raise ValueError("is_hybrid_model is True: pass the model's hybrid_layer_pattern")
     check_pattern(pattern, config)
@@ -114,7 +114,8 @@ def _parts(config: Any, pattern: str | None) -> list[tuple[Any, str, int]]:
     return [(config, kind, number) for stack in stacks for number, kind in enumerate(stack, start=1)]
 
 
-def _gpt_layers(config: Any) -> list[tuple[str, int]]:
+def gpt_layers(config: Any) -> list[tuple[str, int]]:
+    """Of each layer of a GPT, then of each depth of multi-token prediction: its two parts by letter, and its number."""
     layers, depths, frequency = config.num_layers, config.mtp_num_layers or 0, config.moe_layer_freq
     attention = "+" if config.multi_latent_attention else "*"
     routed = frequency if isinstance(frequency, list) else [index % frequency == 0 for index in range(layers)]

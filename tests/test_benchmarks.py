@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks are no part of the package
 
-from benchmarks import tokens, weights
+from benchmarks import memory, precision, throughput, tokens, weights
 from benchmarks.compare_peers import command_of, read_words, row, run_of, table
 from benchmarks.peers import megatron_lm, plain_torch, torchtitan
 from benchmarks.peers.processes import Result
@@ -82,6 +82,37 @@ def test_megatron_lm_is_told_the_shape(monkeypatch: pytest.MonkeyPatch, tmp_path
     command, needs = megatron_lm.command(read_run(["C", "gpus=2"]))
     assert command[-4:] == ["C", "gpus=2", "steps=12", "window=1"]
     assert needs["PYTHONPATH"] == str(tmp_path)
+
+
+def test_experts_are_the_same_for_both() -> None:
+    run = read_run(["E", "gpus=2", "expert_model_parallel_size=2", "moe_router_force_load_balancing=True"])
+    given = megatron_lm.arguments(run)
+    sizes = {"--num-experts=128", "--moe-router-topk=8", "--moe-ffn-hidden-size=768", "--kv-channels=128"}
+    flags = {"--moe-router-force-load-balancing", "--qk-layernorm", "--moe-grouped-gemm", "--moe-permute-fusion"}
+    assert sizes | flags | {"--expert-model-parallel-size=2", "--moe-aux-loss-coeff=0.001"} <= set(given)
+    megatron_lm.check_switches(run, *megatron_lm.SWITCHES)
+    shape, cpu = SHAPES["tinyE"], torch.device("cpu")
+    second_rank = weights.megatron_core(shape, first_expert=2)
+    down = weights.draw("model.layers.1.mlp.experts.3.down_proj.weight", shape, cpu)
+    for name in ("experts.linear_fc2.weight1", "experts.local_experts.1.linear_fc2.weight"):
+        torch.testing.assert_close(second_rank(f"module.decoder.layers.1.mlp.{name}", cpu), down, rtol=0, atol=0)
+    assert second_rank("decoder.layers.0.mlp.router.weight", cpu).shape == (4, 64)
+    assert second_rank("decoder.layers.0.self_attention.q_layernorm.weight", cpu).shape == (32,)
+
+
+def test_cases_of_memory_say_what_they_expect() -> None:
+    run = read_run(["D", "gpus=2", "global_batch_size=8"])
+    plain, mlp = (memory.estimate(run, memory.CASES[name]) for name in ("plain", "recompute_mlp"))
+    assert plain.total - mlp.total > 20 * 2**30
+    words = memory.words(memory.CASES["bf16_moments"])
+    assert throughput.read(words["exp_avg_dtype"]) is torch.bfloat16
+
+
+def test_precisions_read_the_same_text() -> None:
+    first, second = (next(precision.batches(SHAPES["tiny"])) for _ in range(2))
+    assert torch.equal(first["tokens"], second["tokens"])
+    assert torch.equal(first["tokens"][:, 1:], first["labels"][:, :-1])
+    assert not torch.equal(first["tokens"], next(precision.batches(SHAPES["tiny"], 2))["tokens"])
 
 
 def test_megatron_lm_log() -> None:

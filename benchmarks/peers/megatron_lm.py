@@ -16,7 +16,8 @@ Weight gradients are fused with their accumulation if apex's fused_weight_gradie
 script needs for that. Shape A, bound by launches, runs as one CUDA graph. Switches (words `name=value`):
 `wgrad_fusion=off`; `distributed_optimizer=1` on one GPU too; `grad_reduce_in_bf16=1`;
 `cuda_graph_impl=full_iteration`, `transformer_engine`, `local` or `none`;
-`fp8_recipe=tensorwise`, `delayed` or `blockwise`.
+`fp8_recipe=tensorwise`, `delayed` or `blockwise`, and `fp8_param=True`; of experts `expert_model_parallel_size=2` and
+`moe_router_force_load_balancing=True`.
 """
 
 import json
@@ -33,7 +34,16 @@ from benchmarks.shapes import LEARNING_RATE, Run, read_run
 
 CHECKOUT = ("MEGATRON_LM", "pretrain_gpt.py", "a checkout of NVIDIA/Megatron-LM (core_r0.19.0)")
 
-SWITCHES = ("wgrad_fusion", "distributed_optimizer", "grad_reduce_in_bf16", "cuda_graph_impl", "fp8_recipe")
+SWITCHES = (
+    "wgrad_fusion",
+    "distributed_optimizer",
+    "grad_reduce_in_bf16",
+    "cuda_graph_impl",
+    "fp8_recipe",
+    "fp8_param",
+    "expert_model_parallel_size",
+    "moe_router_force_load_balancing",
+)
 
 
 def arguments(run: Run) -> list[str]:
@@ -45,6 +55,7 @@ def arguments(run: Run) -> list[str]:
         "ffn-hidden-size": shape.ffn_hidden_size,
         "num-attention-heads": shape.num_attention_heads,
         "num-query-groups": shape.num_query_groups,
+        "kv-channels": shape.kv_channels,
         "seq-length": shape.sequence_length,
         "max-position-embeddings": shape.sequence_length,
         "position-embedding-type": "rope",
@@ -76,7 +87,16 @@ def arguments(run: Run) -> list[str]:
         "group-query-attention swiglu disable-bias-linear untie-embeddings-and-output-weights bf16 mock-data manual-gc "
     )
     flags += "cross-entropy-loss-fusion no-create-attention-mask-in-dataloader no-check-for-nan-in-loss-and-grad"
-    if run.gpus > 1 or options.get("distributed_optimizer"):
+    if shape.qk_layernorm:
+        flags += " qk-layernorm"
+    if shape.num_moe_experts:
+        values |= experts(run)
+        flags += " moe-grouped-gemm moe-permute-fusion moe-router-fusion"
+    if options.get("moe_router_force_load_balancing") == "True":
+        flags += " moe-router-force-load-balancing"
+    if options.get("fp8_param") == "True":
+        flags += " fp8-param-gather"
+    if run.gpus > 1 or options.get("distributed_optimizer") or options.get("fp8_param") == "True":
         flags += " use-distributed-optimizer overlap-grad-reduce overlap-param-gather"
     if not fuses_weight_gradients(run):
         flags += " no-gradient-accumulation-fusion"
@@ -89,6 +109,13 @@ def arguments(run: Run) -> list[str]:
         values |= {"cuda-graph-impl": implementation}
         flags += " te-rng-tracker"
     return [f"--{flag}" for flag in flags.split()] + [f"--{name}={value}" for name, value in values.items()]
+
+
+def experts(run: Run) -> dict[str, Any]:
+    """Return the arguments of Shape.expert_fields."""
+    names = {"num_moe_experts": "num-experts"}
+    values = {names.get(name, name.replace("_", "-")): value for name, value in run.shape.expert_fields().items()}
+    return values | {"expert-model-parallel-size": run.options.get("expert_model_parallel_size", 1)}
 
 
 def fuses_weight_gradients(run: Run) -> bool:
@@ -134,6 +161,7 @@ WORDS = sys.argv[1:]
 
 def main() -> None:
     import torch
+    from megatron.core import parallel_state
     from megatron.core.datasets import blended_megatron_dataset_builder, utils
     from megatron.training import training
 
@@ -143,8 +171,10 @@ def main() -> None:
     get_optimizer = training.get_megatron_optimizer
 
     def get_optimizer_of_filled(config: Any, chunks: list[Any], **options: Any) -> Any:
+        rank = parallel_state.get_expert_model_parallel_rank()
+        first_expert = rank * run.shape.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
         for chunk in chunks:  # before the fp32 masters are made
-            weights.fill(chunk.named_parameters(), weights.megatron_core(run.shape))
+            weights.fill(chunk.named_parameters(), weights.megatron_core(run.shape, first_expert))
         return get_optimizer(config, chunks, **options)
 
     training.get_megatron_optimizer = get_optimizer_of_filled

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from megatron.core.utils import get_model_config
 
 from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.hf.config import read_hf_config
@@ -12,6 +13,7 @@ from minloop.checkpoint.hf.layout import Layout, layouts
 from minloop.checkpoint.hf.target import Target, check_model, chunks_of, own_parts
 from minloop.checkpoint.parts import Part
 from minloop.data_parallel import gathered_parameters
+from minloop.precision_checks import refuse_fp8_weights
 from minloop.state import TrainState
 
 IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
@@ -31,13 +33,15 @@ def load_hf_weights(target: Target, directory: str | Path) -> None:
         directory: with config.json and model.safetensors, or several such files and their index, seen by every rank.
     Raises:
         FileNotFoundError: one of these files is missing.
-        ValueError: another architecture, tensors that are missing, unexpected or of another shape, a damaged file; the
-            message names them. Every rank raises it, and no weight has changed unless a file could not be read through.
+        ValueError: another architecture, weights kept in FP8, tensors that are missing, unexpected or of another shape,
+            a damaged file; the message names them. Every rank raises it, and no weight has changed unless a file could
+            not be read through.
     """
     chunks = chunks_of(target)
     with agreed():
         model = read_hf_config(directory)
         check_model(chunks, model)
+        refuse_fp8_weights(get_model_config(chunks[0]), "load_hf_weights")
         expected = layouts(model)
         files = WeightFiles(Path(directory))
         _check_tensors(Path(directory), expected, files.shapes())

@@ -1,0 +1,187 @@
+"""How much of a GPU's memory a training step takes, from the configs alone, before anything is started."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from minloop.activation_memory import stage_activations
+from minloop.parameter_count import ParameterCount, check_countable, count_parameters
+
+MOMENTS = {"adam": 2, "sgd": 1, "lion": 1}
+"""fp32 numbers that an optimizer keeps per parameter, beside its fp32 copy of a half precision parameter."""
+
+WORKSPACE = 160 * 2**20
+"""Bytes of the workspaces of cuBLAS, cuDNN and Transformer Engine, as measured on an H200."""
+
+OUTPUT_BACKWARD = 3
+"""Bytes per weight of the output layer that its backward pass takes, measured on an H200: vocabularies from 50 to 131
+thousand, hidden sizes from 1024 to 4096, one and two tensor parallel ranks agree in it."""
+
+BYTES_PER_LOGIT = {"te": 4, "native": 10}
+"""At the loss, of a half precision model: Transformer Engine's fused cross entropy holds the logits and their gradient;
+mcore's own, whether fused or not, holds two fp32 copies beside the logits."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the fullest moment of a step of one rank, as ``torch.cuda.max_memory_allocated()`` counts them.
+
+    What the CUDA context and NCCL take (about 1 GiB a process and more), and what the allocator holds beyond what is
+    used, is not in it.
+
+    Attributes:
+        weights: in the dtype they are computed with; with FP8 also its copies.
+        gradients: the buffers that are summed over data parallel ranks.
+        optimizer: fp32 weights and moments, of what this rank updates.
+        activations: what the backward pass needs, of all microbatches in flight.
+        loss: logits and their gradient at the end of a forward pass, on the last pipeline stage.
+        backward: what one layer's backward pass takes, gradients and what it recomputes, when there are no logits left.
+        update: copies that an optimizer step makes of gradients, when no activations are left.
+        other: workspaces of libraries.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    backward: int
+    update: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        """The peak: the end of a forward pass, in a backward pass or in the optimizer's step."""
+        passing = self.activations + max(self.loss, self.backward)
+        return self.weights + self.gradients + self.optimizer + self.other + max(passing, self.update)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in asdict(self).items())
+        return f"{self.total / 2**30:.1f} GiB of {parts}"
+
+
+def estimate_memory(
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    optimizer_config: OptimizerConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    micro_batch_size: int,
+    world_size: int,
+    num_microbatches: int | None = None,
+    pipeline_rank: int | None = None,
+    position_embedding_type: str = "learned_absolute",
+    share_embeddings_and_output_weights: bool = False,
+) -> MemoryEstimate:
+    """Estimate the peak memory of a GPT's training step on one rank of any layout.
+
+    Parameters are counted exactly, and multiplied by the bytes of their dtypes. Activations follow Korthikanti et al.
+    2022 (arXiv 2205.05198), section 4, changed for what trains today: attention keeps no scores (flash attention),
+    SwiGLU has two inputs, keys and values have groups, experts get moe_router_topk copies of a token. They are those
+    of Transformer Engine's layers with fused kernels, whatever `config.transformer_impl` is. Experts are taken to be
+    balanced. Measured peaks on H200 of dense models are within 2 %.
+
+    Args:
+        config: a `TransformerConfig`.
+        vocab_size: rows of the embedding, with padding.
+        sequence_length: tokens of a whole sequence, over all context parallel ranks.
+        world_size: ranks in all.
+        num_microbatches: of a step, where fewer than the pipeline has stages; by default no bound on those in flight.
+        pipeline_rank: the stage; by default the fullest.
+        position_embedding_type: as in `build_gpt_model`; a learned one is taken to have `sequence_length` rows.
+    Raises:
+        ValueError: the layout does not fit `world_size`, or the model or optimizer is none that is counted.
+    """
+    _check(config, optimizer_config, world_size)
+    stages = range(config.pipeline_model_parallel_size) if pipeline_rank is None else [pipeline_rank]
+    tokens = sequence_length * micro_batch_size // config.context_parallel_size
+    learned = sequence_length if position_embedding_type == "learned_absolute" else 0
+    estimates: list[MemoryEstimate] = []
+    for stage in stages:
+        count = count_parameters(
+            config,
+            vocab_size=vocab_size,
+            pipeline_rank=stage,
+            max_sequence_length=learned,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        )
+        weights, gradients = _weights(config, count), _gradients(config, ddp_config, count)
+        optimizer, update = _optimizer(config, ddp_config, optimizer_config, count, world_size)
+        activations, backward = stage_activations(config, tokens, stage, num_microbatches)
+        loss = _loss(config, vocab_size, tokens) if stage == config.pipeline_model_parallel_size - 1 else 0
+        estimates.append(MemoryEstimate(weights, gradients, optimizer, activations, loss, backward, update, WORKSPACE))
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def _check(config: Any, optimizer_config: OptimizerConfig, world_size: int) -> None:
+    check_countable(config)
+    ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+    if world_size % ranks:
+        raise ValueError(
+            f"world_size ({world_size}) is not divisible by tensor_model_parallel_size × pipeline_model_parallel_size "
+            f"× context_parallel_size ({ranks})"
+        )
+    if optimizer_config.optimizer not in MOMENTS:
+        raise ValueError(
+            f"OptimizerConfig.optimizer {optimizer_config.optimizer!r}: the memory of {', '.join(MOMENTS)} is counted"
+        )
+
+
+def _weights(config: Any, count: ParameterCount) -> int:
+    size = config.params_dtype.itemsize
+    linear = count.linear + count.expert_linear
+    if not config.fp8:
+        return size * count.total
+    copies = 2 * linear  # a byte each, by rows and by columns
+    return copies + size * (count.total - (linear if config.fp8_param else 0))
+
+
+def _gradients(config: Any, ddp_config: DistributedDataParallelConfig, count: ParameterCount) -> int:
+    return count.total * (4 if ddp_config.grad_reduce_in_fp32 else config.params_dtype.itemsize)
+
+
+def _optimizer(
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    optimizer_config: OptimizerConfig,
+    count: ParameterCount,
+    world_size: int,
+) -> tuple[int, int]:
+    """Bytes that stay, and those that a step takes."""
+    shard = count.total
+    if optimizer_config.use_distributed_optimizer:
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        expert_ranks = (config.expert_tensor_parallel_size or tp) * config.expert_model_parallel_size * pp
+        instances = ddp_config.num_distributed_optimizer_instances
+        ranks, expert_ranks = world_size // (tp * pp * instances), max(1, world_size // (expert_ranks * instances))
+        shard = -(-count.dense // ranks) + -(-count.expert // expert_ranks)
+    moments, half = 4 * MOMENTS[optimizer_config.optimizer], config.params_dtype != torch.float32
+    weight, gradient = (4 if half else 0), (4 if half and not ddp_config.grad_reduce_in_fp32 else 0)
+    if optimizer_config.use_precision_aware_optimizer:
+        if not optimizer_config.optimizer_cpu_offload:
+            moments = optimizer_config.exp_avg_dtype.itemsize + optimizer_config.exp_avg_sq_dtype.itemsize
+        if optimizer_config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and half:
+            weight, gradient = _precision_aware(config, optimizer_config), 0
+    if optimizer_config.optimizer_cpu_offload:
+        shard = round(shard * (1 - optimizer_config.optimizer_offload_fraction))
+    return shard * (weight + moments), shard * gradient
+
+
+def _precision_aware(config: Any, optimizer_config: OptimizerConfig) -> int:
+    """Bytes of a main weight; of an fp32 one Transformer Engine keeps the half that the bf16 weight lacks."""
+    size = optimizer_config.main_params_dtype.itemsize
+    remainders = optimizer_config.store_param_remainders and config.params_dtype == torch.bfloat16 and size == 4
+    return 2 if remainders and not optimizer_config.optimizer_cpu_offload else size
+
+
+def _loss(config: Any, vocab_size: int, tokens: int) -> int:
+    tp, size = config.tensor_model_parallel_size, config.params_dtype.itemsize
+    columns = vocab_size // tp
+    fused = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
+    logit = BYTES_PER_LOGIT["te" if fused else "native"] * size // 2
+    norm = 2 * size * config.hidden_size * tokens // (tp if config.sequence_parallel else 1)  # its input and output
+    return logit * columns * tokens + norm + OUTPUT_BACKWARD * config.hidden_size * columns

@@ -1,0 +1,220 @@
+"""Checks of FP8: what Transformer Engine would refuse in mid-forward, or what would train in another precision.
+
+Of Transformer Engine's cache of FP8 weights a loop need know nothing: mcore's schedules say before the first microbatch
+of a step, and of an evaluation, that weights have changed (`set_is_first_microbatch` of the DDP wrapper).
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import fp8_utils
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "custom": (8, 9)}
+"""Compute capability with which a recipe begins, transformer_engine/pytorch/quantization.py: 8.9 is Ada, 9.0 Hopper,
+10.0 Blackwell."""
+
+SMALL_HIDDEN_SIZE = 2048
+"""Below it quantising has cost more time on an H100 or H200 than FP8 products save; see `fp8_advice`."""
+
+
+def check_precision(config: Any) -> None:
+    """Refuse FP8 and FP4 settings that cannot train here; what the chip lacks only once CUDA is initialised.
+
+    Args:
+        config: a `TransformerConfig`, or anything with its fields.
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    # to ask an uninitialised CUDA would open a context on device 0, whichever this rank's is
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_initialized() else None
+    if config.fp4:
+        _check_fp4(config, capability)
+    if not config.fp8:
+        if config.fp8_param:
+            raise ValueError("fp8_param=True keeps weights for FP8 products, but fp8 is None: set fp8='hybrid'")
+        return
+    if not config.bf16:
+        raise ValueError(
+            f"fp8={config.fp8!r} with bf16={config.bf16} and fp16={config.fp16}: FP8 is the precision of products "
+            "inside a bf16 model; set bf16=True"
+        )
+    if config.transformer_impl != "transformer_engine":
+        raise ValueError(
+            f"fp8={config.fp8!r} with transformer_impl={config.transformer_impl!r}, whose products stay in bf16: FP8 "
+            "needs Transformer Engine (pip install transformer-engine[pytorch]) and a GPU; set "
+            "transformer_impl='transformer_engine', or fp8=None"
+        )
+    if capability is not None:
+        check_fp8_chip(config, capability)
+    _check_recipe(config)
+    check_fp8_sizes(config)
+
+
+def check_fp8_chip(config: Any, capability: tuple[int, int]) -> None:
+    """Raise ValueError if a GPU of this compute capability has no products of `fp8_recipe`."""
+    recipe = config.fp8_recipe
+    major, minor = FIRST_CHIP[recipe]
+    if capability < (major, minor):
+        others = [f"{name!r}" for name, first in FIRST_CHIP.items() if first <= capability and name != "custom"]
+        remedy = f"set fp8_recipe to one of {', '.join(others)}" if others else "set fp8=None"
+        raise ValueError(
+            f"fp8_recipe={recipe!r} needs a GPU of compute capability {major}.{minor} or more, this one has "
+            f"{capability[0]}.{capability[1]}: {remedy}"
+        )
+
+
+def _check_fp4(config: Any, capability: tuple[int, int] | None) -> None:
+    if config.transformer_impl != "transformer_engine" or (capability is not None and capability < (10, 0)):
+        raise ValueError(
+            f"fp4={config.fp4!r} with transformer_impl={config.transformer_impl!r} on a GPU of compute capability "
+            f"{capability}: it needs Transformer Engine and 10.0 or more (Blackwell); set fp4=None, or use fp8"
+        )
+
+
+def _check_recipe(config: Any) -> None:
+    recipe = config.fp8_recipe
+    if recipe == "custom" and not config.fp8_quantizer_factory:
+        raise ValueError("fp8_recipe='custom' needs fp8_quantizer_factory, the import path of a function that makes it")
+    if recipe == "delayed" and config.first_last_layers_bf16:
+        raise ValueError(
+            "first_last_layers_bf16=True with fp8_recipe='delayed', whose scales are made for all layers at once: set "
+            "fp8_recipe='tensorwise', or first_last_layers_bf16=False"
+        )
+    if not config.fp8_wgrad and recipe != "delayed":
+        raise ValueError(f"fp8_wgrad=False with fp8_recipe={recipe!r}, which ignores it: leave it at True")
+
+
+def check_fp8_sizes(config: Any) -> None:
+    """Refuse weights whose rows or columns, on one rank, are no multiples of what FP8 products need."""
+    multiple = fp8_utils.get_fp8_align_size(config.fp8_recipe)
+    for name, size, ranks, size_of in _sizes(config):
+        if size % (multiple * ranks):
+            over = f" over {size_of} ({ranks})" if ranks > 1 else ""
+            raise ValueError(
+                f"fp8={config.fp8!r} with fp8_recipe={config.fp8_recipe!r}: {name} ({size}){over} must be a multiple "
+                f"of {multiple} on each rank; change it, or set fp8=None"
+            )
+
+
+def _sizes(config: Any) -> list[tuple[str, int, int, str]]:
+    """(What, its size, the ranks that share it, the field that says how many) of the products of a layer."""
+    tp, experts = config.tensor_model_parallel_size, config.num_moe_experts
+    heads = config.num_attention_heads
+    channels = config.kv_channels or config.hidden_size // heads
+    sizes = [("hidden_size", config.hidden_size, 1, "")]
+    if not config.multi_latent_attention:
+        qkv = (heads + 2 * (config.num_query_groups or heads)) * channels
+        name = "(num_attention_heads + 2 × num_query_groups) × kv_channels"
+        sizes += [
+            ("num_attention_heads × kv_channels", heads * channels, tp, "tensor_model_parallel_size"),
+            (name, qkv, tp, "tensor_model_parallel_size"),
+        ]
+    if not experts or config.moe_layer_freq != 1:
+        ffn = config.ffn_hidden_size or 4 * config.hidden_size
+        sizes.append(("ffn_hidden_size", ffn, tp, "tensor_model_parallel_size"))
+    if experts:
+        etp = config.expert_tensor_parallel_size or tp
+        ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
+        sizes.append(("moe_ffn_hidden_size", ffn, etp, "expert_tensor_parallel_size"))
+        if shared := config.moe_shared_expert_intermediate_size:
+            sizes.append(("moe_shared_expert_intermediate_size", shared, tp, "tensor_model_parallel_size"))
+    return sizes
+
+
+def check_fp8_param(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
+    """Refuse weights kept in FP8 where mcore's two halves of it, in layers and in data parallelism, disagree.
+
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    if config.fp8_param != ddp_config.fp8_param_gather:
+        raise ValueError(
+            f"fp8_param={config.fp8_param} with fp8_param_gather={ddp_config.fp8_param_gather}: the model's weights "
+            "and what data parallel ranks gather are the same tensors; use build_ddp_config, or give both one value"
+        )
+    if config.fp8_param and not ddp_config.use_distributed_optimizer:
+        raise ValueError(
+            "fp8_param=True with use_distributed_optimizer=False: only that optimizer casts its fp32 weights to FP8; "
+            "set use_distributed_optimizer=True in build_ddp_config, or fp8_param=False"
+        )
+    if ddp_config.reuse_grad_buf_for_mxfp8_param_ag and config.fp8_recipe != "mxfp8":
+        raise ValueError(
+            f"reuse_grad_buf_for_mxfp8_param_ag=True with fp8_recipe={config.fp8_recipe!r}: it is for 'mxfp8' alone"
+        )
+
+
+def check_optimizer_precision(
+    optimizer_config: OptimizerConfig, config: Any, ddp_config: DistributedDataParallelConfig
+) -> None:
+    """Refuse precisions of optimizer states and weights that mcore 0.19 would mix up.
+
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    if config.fp8_param and optimizer_config.fp8_recipe != config.fp8_recipe:
+        raise ValueError(
+            f"OptimizerConfig.fp8_recipe is {optimizer_config.fp8_recipe!r}, but weights are kept in FP8 "
+            f"(fp8_param=True) by {config.fp8_recipe!r}: use build_optimizer_config, or give both the same value"
+        )
+    if optimizer_config.reuse_grad_buf_for_mxfp8_param_ag != ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+        raise ValueError(
+            "reuse_grad_buf_for_mxfp8_param_ag is "
+            f"{optimizer_config.reuse_grad_buf_for_mxfp8_param_ag} in OptimizerConfig and "
+            f"{ddp_config.reuse_grad_buf_for_mxfp8_param_ag} in DistributedDataParallelConfig: give both one value"
+        )
+    if not optimizer_config.optimizer_cpu_offload:
+        return
+    if not optimizer_config.use_precision_aware_optimizer:
+        raise ValueError(
+            "optimizer_cpu_offload=True with use_precision_aware_optimizer=False: mcore's optimizer on the CPU takes "
+            "gradients by that path only; set use_precision_aware_optimizer=True (and use_distributed_optimizer)"
+        )
+    if config.fp8_param and config.fp8_recipe != "delayed":
+        raise ValueError(
+            f"optimizer_cpu_offload=True with fp8_param=True and fp8_recipe={config.fp8_recipe!r}: set "
+            "fp8_recipe='delayed', or fp8_param=False"
+        )
+    if not optimizer_config.optimizer_offload_fraction:
+        raise ValueError(
+            "optimizer_cpu_offload=True with optimizer_offload_fraction=0.0 moves nothing: set it to what part of the "
+            "weights the CPU is to update, up to 1.0"
+        )
+
+
+def fp8_advice(config: Any) -> list[str]:
+    """Return why FP8 may train slower than bf16 would in this model; empty if nothing speaks against it.
+
+    The source for the size is Transformer Engine's issues 761 and 836, where models of 1 B parameters lost, and the
+    benchmarks here, where products of 4096 gain.
+    """
+    if not config.fp8 or config.hidden_size >= SMALL_HIDDEN_SIZE:
+        return []
+    return [
+        f"fp8={config.fp8!r} with hidden_size ({config.hidden_size}) below {SMALL_HIDDEN_SIZE}: quantising costs more "
+        "than such small products save, and bf16 trains faster; set fp8=None"
+    ]
+
+
+def forget_fp8_scales() -> None:
+    """Drop the scales of 'delayed' FP8, which Transformer Engine keeps for the whole process.
+
+    It would go on to update those of models that are gone, over process groups that are gone, with the next model's.
+    """
+    manager = getattr(fp8_utils, "FP8GlobalStateManager", None)  # not there without Transformer Engine
+    if manager is not None:
+        manager.reset()
+
+
+def refuse_fp8_weights(config: Any, what: str) -> None:
+    """Raise ValueError if weights are kept in FP8, which are written whole, for functions that write row by row."""
+    if config.fp8_param:
+        raise ValueError(f"{what} cannot write into weights kept in FP8 (fp8_param=True): set fp8_param=False")
+
+
+def start_from_own_weights(model: torch.nn.Module) -> None:
+    """Let an optimizer start from weights in FP8 as they are now, not from the initial ones that they remember."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "get_high_precision_init_val"):
+            vars(parameter)["_high_precision_init_val"] = parameter.dequantize().cpu()

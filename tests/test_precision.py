@@ -1,0 +1,147 @@
+"""FP8's errors and advice, by config alone; that it trains is seen where there is a GPU."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small import small_config, small_state, text_loader, train
+
+import minloop
+from minloop import precision_checks
+
+MODEL: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "bf16": True}
+RECIPES: list[dict[str, Any]] = [
+    {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True},
+]
+
+
+def fp8_config(**fields: Any) -> Any:
+    """What the checks read, of a model with FP8."""
+    config = vars(small_config(bf16=True, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4))
+    return SimpleNamespace(**(config | {"fp8": "hybrid", "transformer_impl": "transformer_engine"} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fp8": "hybrid"}, "fp8='hybrid' with bf16=False and fp16=False: .* set bf16=True"),
+        ({"fp8": "hybrid", "fp16": True}, "fp8='hybrid' with bf16=False and fp16=True"),
+        (
+            {"fp8": "hybrid", "bf16": True, "transformer_impl": "local"},
+            r"transformer_impl='local', .* \(pip install transformer-engine",
+        ),
+        ({"fp8_param": True, "bf16": True}, "fp8_param=True .* fp8 is None: set fp8='hybrid'"),
+        ({"fp8": "hybrid", "bf16": True, "fp8_recipe": "tensorwize"}, "did you mean 'tensorwise'"),
+        ({"fp4": "e2m1", "bf16": True, "transformer_impl": "local"}, "fp4='e2m1' with .*Blackwell.*; set fp4=None"),
+    ],
+)
+def test_fp8_without_what_it_needs_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small_config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "message"),
+    [
+        ("mxfp8", (9, 0), "needs a GPU of compute capability 10.0 .* 'delayed', 'tensorwise', 'blockwise'$"),
+        ("blockwise", (8, 9), "has 8.9: set fp8_recipe to one of 'delayed', 'tensorwise'$"),
+        ("delayed", (8, 0), "has 8.0: set fp8=None"),
+    ],
+)
+def test_a_recipe_that_the_chip_lacks_is_refused(recipe: str, capability: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        precision_checks.check_fp8_chip(SimpleNamespace(fp8_recipe=recipe), capability)
+    precision_checks.check_fp8_chip(SimpleNamespace(fp8_recipe=recipe), (10, 0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 72, "tensor_model_parallel_size": 1}, r"hidden_size \(72\) must be a multiple of 16"),
+        ({"ffn_hidden_size": 48}, r"ffn_hidden_size \(48\) over tensor_model_parallel_"),
+        (
+            {"fp8_recipe": "mxfp8", "kv_channels": 4, "tensor_model_parallel_size": 1},
+            r"num_attention_heads × kv_channels \(16\) must be .* of 32",
+        ),
+        ({"num_query_groups": 1, "kv_channels": 8}, r"\+ 2 × num_query_groups\) × kv_channels \(48\) over .* \(2\)"),
+        ({"num_moe_experts": 4, "moe_ffn_hidden_size": 40}, r"moe_ffn_hidden_size \(40\) must be"),
+        ({"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 8}, "moe_shared_exp"),
+    ],
+)
+def test_sizes_that_fp8_products_cannot_have_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        precision_checks.check_fp8_sizes(fp8_config(**({"tensor_model_parallel_size": 2} | fields)))
+    precision_checks.check_fp8_sizes(fp8_config(tensor_model_parallel_size=2))
+
+
+def test_weights_in_fp8_are_one_thing_in_all_three_configs() -> None:
+    config = fp8_config(fp8_param=True, fp8_recipe="tensorwise")
+    ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
+    assert ddp_config.fp8_param_gather
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=1e-3)
+    assert optimizer_config.fp8_recipe == "tensorwise"
+    precision_checks.check_optimizer_precision(optimizer_config, config, ddp_config)
+    optimizer_config.fp8_recipe = None
+    with pytest.raises(ValueError, match=r"fp8_recipe is None, but weights are kept in FP8 .* by 'tensorwise'"):
+        precision_checks.check_optimizer_precision(optimizer_config, config, ddp_config)
+    with pytest.raises(ValueError, match="fp8_param=True with use_distributed_optimizer=False"):
+        minloop.build_ddp_config(config)
+    with pytest.raises(ValueError, match="fp8_param=True with fp8_param_gather=False"):
+        minloop.build_ddp_config(config, use_distributed_optimizer=True, fp8_param_gather=False)
+
+
+def test_an_optimizer_on_the_cpu_says_what_it_needs() -> None:
+    config = small_config(bf16=True)
+    ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    given = minloop.build_optimizer_config(config, ddp_config, lr=1e-3, **offload)
+    with pytest.raises(ValueError, match="set use_precision_aware_optimizer=True"):
+        precision_checks.check_optimizer_precision(given, config, ddp_config)
+    given = minloop.build_optimizer_config(config, ddp_config, lr=1e-3, **offload, use_precision_aware_optimizer=True)
+    precision_checks.check_optimizer_precision(given, config, ddp_config)
+    given.optimizer_offload_fraction = 0.0
+    with pytest.raises(ValueError, match=r"optimizer_offload_fraction=0.0 moves nothing"):
+        precision_checks.check_optimizer_precision(given, config, ddp_config)
+
+
+def test_advice_where_fp8_will_lose() -> None:
+    assert "hidden_size (64) below 2048" in precision_checks.fp8_advice(fp8_config())[0]
+    assert precision_checks.fp8_advice(fp8_config(hidden_size=4096)) == []
+    assert precision_checks.fp8_advice(small_config()) == []
+
+
+def _trained(directory: str, fields: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Losses of training, and of one batch in evaluation: after it, after another step, and as loaded from there."""
+    sharded = {"use_distributed_optimizer": True}
+    state = small_state(lr=1e-3, **MODEL, **fields, ddp=sharded)
+    loader = text_loader(state, 4)  # of 128 tokens, the blocks of the blockwise recipe
+    batch = next(text_loader(state, 4))
+    losses = [loss for loss, _ in train(state, loader, 20, 4)]
+    evaluations = [minloop.eval_step(state, [batch], num_microbatches=1).loss.item()]
+    losses += [loss for loss, _ in train(state, loader, 1, 4)]
+    evaluations += [minloop.eval_step(state, [batch], num_microbatches=1).loss.item()]
+    minloop.save_checkpoint(directory, state)
+    minloop.shutdown_distributed()
+    loaded = small_state(seed=99, lr=1e-3, **MODEL, **fields, ddp=sharded)
+    minloop.load_checkpoint(directory, loaded)
+    evaluations += [minloop.eval_step(loaded, [batch], num_microbatches=1).loss.item()]
+    minloop.shutdown_distributed()
+    return losses, evaluations
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", RECIPES, ids=lambda fields: "_".join(map(str, fields.values())))
+def test_fp8_trains_like_bf16_and_its_cached_weights_are_never_stale(fields: dict[str, Any], tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    ((losses, evaluations),) = run_ranks(1, _trained, str(tmp_path), fields)
+    ((usual, _),) = run_ranks(1, _trained, str(tmp_path / "bf16"), {})
+    assert losses[-1] == pytest.approx(usual[-1], rel=0.05)
+    assert evaluations[0] != evaluations[1]
+    assert evaluations[2] == pytest.approx(evaluations[1], rel=2e-3)
