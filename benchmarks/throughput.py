@@ -3,6 +3,8 @@
     PYTHONPATH=$PWD python -m torch.distributed.run --nproc-per-node 1 benchmarks/throughput.py C steps=20
     PYTHONPATH=$PWD python -m torch.distributed.run --nproc-per-node 2 benchmarks/throughput.py C gpus=2 \\
         tensor_model_parallel_size=2 sequence_parallel=True
+    ... benchmarks/throughput.py C fp8=hybrid fp8_recipe=tensorwise fp8_param=True
+    ... benchmarks/throughput.py E gpus=2 expert_model_parallel_size=2 moe_router_force_load_balancing=True
 
 Words `name=value` are counts and fields of the shape (see shapes.read_run); `warmup=5` steps that do not count;
 `profile=FILE`, where kernels, launches and waits of one more step are listed; and fields of mcore's TransformerConfig,
@@ -32,7 +34,6 @@ from benchmarks.tokens import microbatches
 
 SETTINGS: dict[str, Any] = {
     "bf16": True,
-    "fused_single_qkv_rope": True,  # of a model with RoPE and no norm of queries and keys, never of packed sequences
     "lr": LEARNING_RATE,
     "adam_beta2": 0.95,
     "weight_decay": 0.0,
@@ -47,8 +48,6 @@ def build(run: Run) -> minloop.TrainState:
     """The state of one run, from the benchmark's weights where there is one tensor and pipeline rank."""
     given = {name: read(value) for name, value in run.options.items() if name not in ("warmup", "profile")}
     settings = run.shape.transformer_fields() | SETTINGS | OF_SHAPE.get(run.shape.name, {}) | given
-    if not torch.cuda.is_available():
-        settings.pop("fused_single_qkv_rope")
 
     def of(kind: type[Any]) -> dict[str, Any]:
         return {f.name: settings[f.name] for f in dataclasses.fields(kind) if f.name in settings}
@@ -71,8 +70,9 @@ def build(run: Run) -> minloop.TrainState:
         share_embeddings_and_output_weights=False,
     )
     if config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1:
+        first_expert = groups.ep.rank() * run.shape.num_moe_experts // groups.ep.size()
         for chunk in chunks:
-            weights.fill(chunk.named_parameters(), weights.megatron_core(run.shape))
+            weights.fill(chunk.named_parameters(), weights.megatron_core(run.shape, first_expert))
     ddp_config = minloop.build_ddp_config(config, **of(minloop.DistributedDataParallelConfig))
     chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
     optimizer_fields = {name: value for name, value in of(minloop.OptimizerConfig).items() if name != "bf16"}
@@ -81,6 +81,8 @@ def build(run: Run) -> minloop.TrainState:
 
 
 def read(word: str) -> Any:
+    if word.startswith("torch."):  # a dtype
+        return getattr(torch, word.removeprefix("torch."))
     try:
         return ast.literal_eval(word)
     except (ValueError, SyntaxError):

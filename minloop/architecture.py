@@ -109,7 +109,7 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
     if not options.get("parallel_output", True):
         raise ValueError("parallel_output=False: the loss takes each rank's part of the logits; leave it out")
     if config.fused_single_qkv_rope:
-        _check_fused_rope(config, kind)
+        _check_fused_rope(config)
     if kind == "mrope":
         _check_mrope(config, int((config.kv_channels or 0) * options.get("rotary_percent", 1.0)) // 2)
     if config.multi_latent_attention and kind in ("yarn", "mrope"):
@@ -124,10 +124,9 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
         )
 
 
-def _check_fused_rope(config: TransformerConfig, kind: str) -> None:
-    """mcore's fused function knows plain RoPE only, and would leave out without a word whatever else is set."""
+def _check_fused_rope(config: TransformerConfig) -> None:
+    """mcore's fused function would leave out without a word whatever else is set."""
     for name, value, needed in (
-        ("position_embedding_type", kind, "rope"),
         ("transformer_impl", config.transformer_impl, "transformer_engine"),
         ("rotary_interleaved", config.rotary_interleaved, False),
         ("qk_layernorm", config.qk_layernorm, False),

@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from minloop.data import to_device
+from minloop.graph_checks import check_graph_sequence
 from minloop.losses import LossFunction, Report, exact_token_count
 from minloop.microbatches import Microbatches
 from minloop.placement import PlacedBatch, place_batch
@@ -49,6 +50,7 @@ def forward_backward(
 
     if config.cuda_graph_impl != "full_iteration" or forward_only or not torch.cuda.is_available():
         return run(taken)
+    check_graph_sequence(config, batches.seq_length)
     model = state.chunks[0]
     is_gpt = isinstance(get_attr_wrapped_model(model, "pre_process", return_model_obj=True), LanguageModule)
     place = partial(place_batch, model=model) if is_gpt else partial(to_device, device=torch.cuda.current_device())

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.transformer.enums import AttnBackend
 from ranks import RankError, run_ranks
 from small import small_config, small_state
 
 import minloop
 from minloop.architecture import check_gpt_options, gpt_specs
 from minloop.distributed import DEFAULT_ORDER, check_world_size
+from minloop.graph_checks import check_graph_sequence
 from minloop.optimizer import check_optimizer_config
 from minloop.spelling import check_spellings
 
@@ -125,6 +127,10 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             "'full_iteration' with fp16=True: its loss scale changes",
         ),
         ({"cuda_graph_impl": "full_iteration"}, r"hidden_dropout 0\.1.* use_te_rng_tracker=False"),
+        (
+            {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},
+            "'full_iteration' with pipeline_model_parallel_size=2: such a step has not been replayed yet",
+        ),
         ({"num_attention_heads": 0}, "num_attention_heads is not set"),
         ({"tensor_model_parallel_size": 3}, r"num_attention_heads \(4\) .* tensor_model_parallel_size \(3\)"),
         ({"num_query_groups": 3}, r"num_attention_heads \(4\) .* num_query_groups \(3\)"),
@@ -287,7 +293,7 @@ TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 @pytest.mark.parametrize(
     ("fields", "ddp", "optimizer", "message"),
     [
-        ({}, {}, {"optimizer": "soap"}, "'soap' is none of adam, sgd, lion, muon"),
+        ({}, {}, {"optimizer": "soap"}, "'soap' is none of adam, sgd, lion, muon; mcore cannot save it"),
         ({}, {}, {"bf16": True}, "OptimizerConfig.bf16 is True, but the model was built with False"),
         ({}, ZERO1, {"overlap_param_gather_with_optimizer_step": True}, "parallel_size, which is None"),
         ({}, {}, {"use_layer_wise_distributed_optimizer": True}, "does not drive that optimizer"),
@@ -459,3 +465,14 @@ def rates_by_width(fields: dict[str, Any]) -> set[float]:
 def test_mup_scales_learning_rates_with_the_width() -> None:
     assert run_ranks(1, rates_by_width, {}) == [{1e-3}]
     assert run_ranks(1, rates_by_width, {"use_mup": True, "mup_base_hidden_size": 8}) == [{1e-3, 1e-3 * 8 / 32}]
+
+
+def test_graphs_of_short_sequences_are_refused_where_cudnn_attends() -> None:
+    config = small_config(cuda_graph_impl="full_iteration", use_te_rng_tracker=False)
+    for backend in (AttnBackend.auto, AttnBackend.fused):
+        config.attention_backend = backend
+        with pytest.raises(ValueError, match="sequences of 127 tokens and attention_backend"):
+            check_graph_sequence(config, 127)
+        check_graph_sequence(config, 128)
+    config.attention_backend = AttnBackend.unfused
+    check_graph_sequence(config, 32)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.enums import AttnBackend
 from ranks import RankError, run_ranks
 from small import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, small_config, small_state, text_loader, train
 
@@ -139,27 +140,38 @@ def test_local_layers_read_the_default_layers_checkpoint(tmp_path: Path) -> None
     assert torch.allclose(default, local, atol=1e-5)
 
 
-GRAPH = {"cuda_graph_impl": "full_iteration", "bf16": True}
+GRAPH: dict[str, Any] = {"cuda_graph_impl": "full_iteration", "bf16": True, "attention_backend": AttnBackend.unfused}
 
 
-@pytest.mark.parametrize("options", [{}, {"ddp": SHARDED}], ids=["DDP", "ZeRO-1"])
-def test_a_graph_trains_as_launches_do(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (1, {"ddp": SHARDED}),
+        (2, {"ddp": SHARDED}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ],
+    ids=["DDP", "ZeRO-1", "DP2 ZeRO-1", "TP2+SP"],
+)
+def test_a_graph_trains_as_launches_do(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
     """And a checkpoint of a run in the midst of its replays is resumed bit for bit."""
-    needs(1)
+    needs(ranks)
     options = GRAPH | options
-    run_ranks(1, save_initial, str(tmp_path), options)
-    graphs = run_ranks(1, run, str(tmp_path), options, 9)
-    launches = run_ranks(1, run, str(tmp_path), options | {"cuda_graph_impl": "none"}, 9)
+    run_ranks(ranks, save_initial, str(tmp_path), options)
+    graphs = run_ranks(ranks, run, str(tmp_path), options, 9)
+    launches = run_ranks(ranks, run, str(tmp_path), options | {"cuda_graph_impl": "none"}, 9)
     assert graphs == launches
-    first = run_ranks(1, run, str(tmp_path), options, 5, save=True)
-    second = run_ranks(1, run, str(tmp_path), options, 4)
+    first = run_ranks(ranks, run, str(tmp_path), options, 5, save=True)
+    second = run_ranks(ranks, run, str(tmp_path), options, 4)
     assert [a + b for a, b in zip(first, second, strict=True)] == graphs
 
 
-def test_a_graph_on_two_gpus_is_refused(tmp_path: Path) -> None:
-    needs(2)
-    with pytest.raises(RankError, match="'full_iteration' on more than one GPU"):
-        run_ranks(2, save_initial, str(tmp_path), GRAPH)
+def test_a_graph_of_cudnns_attention_of_short_sequences_is_refused(tmp_path: Path) -> None:
+    needs(1)
+    options = GRAPH | {"attention_backend": AttnBackend.auto}
+    run_ranks(1, save_initial, str(tmp_path), options)
+    with pytest.raises(RankError, match=f"sequences of {SEQUENCE_LENGTH} tokens and attention_backend"):
+        run_ranks(1, run, str(tmp_path), options, 1)
 
 
 def overlapped(directory: str, options: dict[str, Any]) -> list[tuple[float, float]]:

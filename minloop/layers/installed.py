@@ -1,8 +1,11 @@
 """The kernels that mcore and Transformer Engine look up by name as they run, put in their places."""
 
 from importlib import import_module
+from typing import Any
 
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from torch.nn import Module
 
 from minloop.layers.flash_window import mend_flash_attention
 from minloop.layers.weight_gradient import provide_weight_gradient
@@ -16,3 +19,28 @@ def install_kernels(config: TransformerConfig) -> None:
         mend_flash_attention()
         if config.fused_single_qkv_rope:
             import_module("minloop.layers.fused_rope").use_fused_rope()  # which needs Triton
+
+
+def fuse_rope_where_it_fits(chunk: Module, config: TransformerConfig) -> None:
+    """With `fused_single_qkv_rope`, let each call of an attention decide whether its product is rotated in one kernel.
+
+    mcore insists on it in every call, though its function knows plain RoPE only, and no packed sequences.
+    """
+    if not config.fused_single_qkv_rope:
+        return
+    if getattr(chunk, "position_embedding_type", None) != "rope":
+        config.fused_single_qkv_rope = False
+        return
+    for module in chunk.modules():
+        if isinstance(module, SelfAttention):
+            module.register_forward_pre_hook(_rotate_as_fits, with_kwargs=True)
+            module.register_forward_hook(_rotate_fused, always_call=True)
+
+
+def _rotate_as_fits(attention: Any, _: Any, options: dict[str, Any]) -> None:
+    apart = options.get("packed_seq_params"), options.get("inference_context")
+    attention.config.fused_single_qkv_rope = apart == (None, None) and options.get("rotary_pos_emb") is not None
+
+
+def _rotate_fused(attention: Any, *_: Any) -> None:
+    attention.config.fused_single_qkv_rope = True

@@ -1,0 +1,88 @@
+"""Does a long run's memory on the host grow? 2,000 small steps with all that surrounds them, on two CPU ranks.
+
+    torchrun --nproc-per-node 2 benchmarks/memory_growth.py
+
+Every 100 steps there is an evaluation of two sets, every 10 a record in a JSONL file and TensorBoard; Python's garbage
+collector stays out of it all (`manual_gc`). Writes results/memory_growth.json: the resident bytes of each rank every
+100 steps, without those of mapped files, which come and go as the system likes, and by how many bytes a step they grow
+from step 500 on (a line by least squares; a page has 4,096).
+"""
+
+import json
+import platform
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy
+import psutil
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout's minloop
+
+import minloop
+
+STEPS, EVERY, SETTLED, SEQUENCE_LENGTH = 2_000, 100, 500, 64
+RESULT = Path(__file__).parent / "results" / "memory_growth.json"
+
+
+def build() -> minloop.TrainState:
+    config = minloop.build_config(num_layers=2, hidden_size=64, num_attention_heads=4)
+    groups = minloop.init_distributed(config, seed=1)
+    chunks = minloop.build_gpt_model(config, groups, vocab_size=256, max_sequence_length=SEQUENCE_LENGTH)
+    ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
+    chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
+    optimizer = minloop.build_optimizer(chunks, minloop.build_optimizer_config(config, ddp_config, lr=1e-3), groups)
+    scheduler = minloop.build_scheduler(optimizer, global_batch_size=8, train_iters=STEPS, lr_warmup_iters=10)
+    return minloop.TrainState(chunks, optimizer, scheduler, config, groups)
+
+
+def resident_bytes(state: minloop.TrainState, folder: str) -> list[int]:
+    """Train; returns this rank's resident bytes every `EVERY` steps."""
+    data_config = minloop.build_dataset_config(sequence_length=SEQUENCE_LENGTH, vocab_size=256)
+    loader, *held_out = (minloop.build_mock_loader(data_config, state.groups, micro_batch_size=4) for _ in range(3))
+    sets, sinks = dict(zip("ab", held_out, strict=True)), list[minloop.Sink]()
+    if minloop.is_first_rank(state.groups):
+        sinks = [minloop.jsonl_sink(f"{folder}/run.jsonl"), minloop.tensorboard_sink(folder)]
+        sinks.append(minloop.console_sink(train_iters=STEPS))
+    timer, resident = minloop.StepTimer(state, sequence_length=SEQUENCE_LENGTH), list[int]()
+    while state.iteration < STEPS:
+        metrics = minloop.train_step(state, loader, num_microbatches=1)
+        if state.iteration % 10 == 0:
+            record = minloop.step_record(state, metrics) | timer.lap()
+            for sink in sinks:
+                sink(record)
+        if state.iteration % EVERY == 0:
+            with timer.paused():
+                minloop.evaluate(state, sets, num_microbatches=1, eval_iters=2)
+            memory = psutil.Process().memory_info()
+            resident.append(memory.rss - memory.shared)
+    return resident
+
+
+def main() -> None:
+    state = build()
+    with tempfile.TemporaryDirectory() as folder, minloop.manual_gc():
+        own = resident_bytes(state, folder)
+    everyones = [torch.empty(len(own), dtype=torch.int64) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyones, torch.tensor(own))
+    if minloop.is_first_rank(state.groups):
+        iterations = numpy.arange(EVERY, STEPS + 1, EVERY)
+        settled = iterations >= SETTLED
+        slopes = [numpy.polyfit(iterations[settled], rank.numpy()[settled], 1)[0] for rank in everyones]
+        result = {
+            "machine": f"{platform.machine()}, 2 CPU ranks, no GPU",
+            "versions": {name: version(name) for name in ("torch", "megatron-core")}
+            | {"python": platform.python_version()},
+            "steps": iterations.tolist(),
+            "resident_bytes": [rank.tolist() for rank in everyones],
+            "growth_bytes_per_step": [round(float(slope), 1) for slope in slopes],
+        }
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        print(result["growth_bytes_per_step"])
+    minloop.shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main()
