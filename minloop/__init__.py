@@ -54,16 +54,24 @@ with light_mcore_import():
     )
     from minloop.data_parallel import gathered_parameters, wrap_ddp
     from minloop.distributed import init_distributed, is_first_rank, seed_ranks, shutdown_distributed
+    from minloop.evaluation import Evaluation, evaluate
+    from minloop.faults import Fault, FaultError, FaultGuard
     from minloop.flops import flops_per_token, peak_tflops
     from minloop.garbage import manual_gc
     from minloop.hybrid import build_hybrid_model, hybrid_provider
     from minloop.inference import forward_logits
+    from minloop.injection import inject_fault
+    from minloop.launch import fault_environment
+    from minloop.logs import Sink, console_sink, jsonl_sink, progress_bar, tensorboard_sink, wandb_sink
     from minloop.losses import token_loss
-    from minloop.metrics import log_line
+    from minloop.lr_schedule import build_scheduler
+    from minloop.memory import MemoryEstimate, estimate_memory
+    from minloop.metrics import Record, evaluation_record, log_line, record_line, step_record
     from minloop.model import ModelProvider, build_gpt_model, build_model, gpt_provider
     from minloop.moe import expert_load
-    from minloop.optimizer import build_optimizer, build_scheduler
+    from minloop.optimizer import build_optimizer
     from minloop.packed import packed_forward_step
+    from minloop.profiling import profiled_steps
     from minloop.sameness import (
         Difference,
         LayoutRecord,
@@ -75,8 +83,11 @@ with light_mcore_import():
         full_weights,
         record_layout,
     )
+    from minloop.signals import StopRequest, stop_signals
     from minloop.state import TrainState
     from minloop.step import StepMetrics, eval_step, gpt_forward_step, train_step
+    from minloop.stragglers import StepTimes, forward_times
+    from minloop.timing import StepTimer
     from minloop.tp_overlap import init_tp_overlap
 
 __all__ = [
@@ -86,15 +97,25 @@ __all__ = [
     "DatasetDescription",
     "Difference",
     "DistributedDataParallelConfig",
+    "Evaluation",
+    "Fault",
+    "FaultError",
+    "FaultGuard",
     "GPTDatasetConfig",
     "LayoutRecord",
     "Loader",
     "MLATransformerConfig",
+    "MemoryEstimate",
     "ModelProvider",
     "OptimizerConfig",
     "PendingSave",
     "ProcessGroupCollection",
+    "Record",
+    "Sink",
     "StepMetrics",
+    "StepTimer",
+    "StepTimes",
+    "StopRequest",
     "TokenizeReport",
     "TrainState",
     "TransformerConfig",
@@ -116,15 +137,21 @@ __all__ = [
     "check_replicas",
     "compare_layouts",
     "compare_records",
+    "console_sink",
     "cpu_backend",
     "describe_checkpoint",
     "describe_dataset",
+    "estimate_memory",
     "eval_step",
+    "evaluate",
+    "evaluation_record",
     "expert_load",
     "export_weights",
+    "fault_environment",
     "first_difference",
     "flops_per_token",
     "forward_logits",
+    "forward_times",
     "full_gradients",
     "full_weights",
     "gathered_parameters",
@@ -134,7 +161,9 @@ __all__ = [
     "hybrid_provider",
     "init_distributed",
     "init_tp_overlap",
+    "inject_fault",
     "is_first_rank",
+    "jsonl_sink",
     "latest_checkpoint",
     "load_checkpoint",
     "load_hf_weights",
@@ -148,19 +177,26 @@ __all__ = [
     "padded_vocab_size",
     "peak_tflops",
     "prefetch_to_device",
+    "profiled_steps",
+    "progress_bar",
     "ramped_batch_size",
     "read_run_config",
     "record_layout",
+    "record_line",
     "replace_layout",
     "save_checkpoint",
     "save_hf_weights",
     "seed_ranks",
     "shutdown_distributed",
     "start_save",
+    "step_record",
+    "stop_signals",
+    "tensorboard_sink",
     "token_loss",
     "tokenize_to_indexed",
     "train_step",
     "verify_checkpoint",
+    "wandb_sink",
     "wrap_ddp",
     "write_indexed",
     "write_run_config",

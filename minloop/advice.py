@@ -10,6 +10,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
 from minloop.messages import say_once
+from minloop.precision_checks import fp8_advice
 
 BLACKWELL = (10, 0)
 CHOICES = (
@@ -18,9 +19,13 @@ CHOICES = (
     "use_te_activation_func",
     "bias_dropout_fusion",
     "apply_rope_fusion",
+    "fused_single_qkv_rope",
     "cross_entropy_loss_fusion",
     "cross_entropy_fusion_impl",
     "gradient_accumulation_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
     "overlap_p2p_comm",
     "cuda_graph_impl",
 )
@@ -69,7 +74,8 @@ def say_choices(config: TransformerConfig, ddp_config: DistributedDataParallelCo
     if not torch.cuda.is_available():
         return
     capability = torch.cuda.get_device_capability()
-    for line in environment_advice(config, ddp_config, data_parallel_size=data_parallel_size, capability=capability):
+    advice = environment_advice(config, ddp_config, data_parallel_size=data_parallel_size, capability=capability)
+    for line in advice + fp8_advice(config):
         say_once(line)
     chosen = [f"{name}={getattr(config, name)}" for name in CHOICES]
     chosen += [f"{name}={getattr(ddp_config, name)}" for name in ("overlap_grad_reduce", "overlap_param_gather")]

@@ -14,6 +14,7 @@ from minloop.determinism import check_deterministic_config
 from minloop.expert_checks import check_experts
 from minloop.graph_checks import check_cuda_graphs
 from minloop.memory_checks import check_recompute
+from minloop.precision_checks import check_fp8_param, check_precision
 from minloop.spelling import check_spellings
 from minloop.tensor_parallel_checks import check_tensor_parallel
 
@@ -123,6 +124,7 @@ def check_config(config: Any) -> None:
     if config.transformer_impl == "transformer_engine" and not use_transformer_engine():
         lacks = "Transformer Engine is not installed" if not HAVE_TE else "there is no GPU"
         raise ValueError(f"transformer_impl='transformer_engine' but {lacks}: use transformer_impl='local'")
+    check_precision(config)
     check_deterministic_config(config)
     check_tensor_parallel(config)
     _check_pipeline(config)
@@ -213,6 +215,7 @@ def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParal
                 "use_distributed_optimizer=True (ZeRO-1) shards optimizer states, and with "
                 "num_distributed_optimizer_instances > 1 within groups of replicas"
             )
+    check_fp8_param(config, ddp_config)
     if ddp_config.delay_wgrad_compute:
         raise ValueError("delay_wgrad_compute=True needs a schedule that minloop does not drive: set it to False")
     if ddp_config.overlap_param_gather and not (

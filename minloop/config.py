@@ -82,13 +82,20 @@ def _fusions(draft: SimpleNamespace) -> dict[str, Any]:
     gelu = draft.activation_func is F.gelu and draft.add_bias_linear and not draft.gated_linear_unit
     swiglu = draft.activation_func is F.silu and draft.gated_linear_unit
     te_activation = with_te and swiglu and not draft.add_bias_linear and not draft.num_moe_experts
+    rope = with_te and not draft.rotary_interleaved and not draft.multi_latent_attention
+    other_rope = draft.qk_l2_norm or draft.attention_output_gate or draft.flash_decode or draft.test_mode
+    experts = with_te and bool(draft.num_moe_experts)
     if draft.num_moe_experts:  # experts weigh their activation, and of this mcore fused SwiGLU without biases only
         gelu, swiglu = False, swiglu and not draft.add_bias_linear
     return {
         "use_te_activation_func": te_activation and not draft.bias_activation_fusion,
         "bias_activation_fusion": (gelu or swiglu) and not (te_activation or draft.use_te_activation_func),
         "bias_dropout_fusion": True,
-        "apply_rope_fusion": with_te and not draft.rotary_interleaved and not draft.multi_latent_attention,
+        "apply_rope_fusion": rope,
+        "fused_single_qkv_rope": rope and torch.cuda.is_available() and not (draft.qk_layernorm or other_rope),
+        "moe_grouped_gemm": experts and not draft.add_bias_linear,
+        "moe_permute_fusion": experts,
+        "moe_router_fusion": experts,
         # whatever the precision, its gradient is rounded to bf16
         "cross_entropy_loss_fusion": draft.bf16 and not draft.deterministic_mode,
         "cross_entropy_fusion_impl": "te" if with_te else "native",
@@ -133,7 +140,8 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
     (ZeRO-1) the parameter gather with the forward pass.
 
     Raises:
-        ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`.
+        ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`;
+            fp8_param without the distributed optimizer.
     """
     sharded = fields.get("use_distributed_optimizer", False)
     overlap = fields.get("overlap_grad_reduce", True)
@@ -141,6 +149,7 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
         "grad_reduce_in_fp32": True,
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": sharded and overlap,
+        "fp8_param_gather": config.fp8_param,
     }
     ddp_config = DistributedDataParallelConfig(**(chosen | fields))
     check_ddp_config(config, ddp_config)
@@ -166,5 +175,7 @@ def build_optimizer_config(
         "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
         "overlap_param_gather": ddp_config.overlap_param_gather,
         "min_lr": 0.0,
+        "fp8_recipe": config.fp8_recipe if config.fp8_param else None,  # of weights, which are bf16 otherwise
+        "reuse_grad_buf_for_mxfp8_param_ag": ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
     }
     return OptimizerConfig(**(chosen | fields))

@@ -29,7 +29,8 @@ def wrap_ddp(
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk in mcore's DDP (with `use_distributed_optimizer`: ZeRO-1).
 
-    All data parallel ranks get the weights of their group's first.
+    All data parallel ranks get the weights of their group's first; not with fp8_param, where their seeds alone make
+    them alike.
     Gradients then live in ``parameter.main_grad``; ``parameter.grad`` stays None, so that a plain torch optimizer does
     nothing: use `build_optimizer`.
 
@@ -42,11 +43,6 @@ def wrap_ddp(
     ddp_config = copy.copy(ddp_config)  # DDP writes the bucket size it chose into it
     # A CUDA graph cannot capture what autograd remembers to run on the default stream.
     capture = config.cuda_graph_impl == "full_iteration" and torch.cuda.is_available()
-    if capture and any(group.size() > 1 for group in (groups.dp, groups.tp, groups.cp, groups.pp)):
-        raise ValueError(
-            "cuda_graph_impl='full_iteration' on more than one GPU: a replayed graph with NCCL's collectives in it has "
-            "failed with an illegal memory access; set cuda_graph_impl='none'"
-        )
     wrapped: list[DistributedDataParallel] = []
     for index, chunk in enumerate(chunks):
         with (
@@ -61,7 +57,8 @@ def wrap_ddp(
                 disable_bucketing=index > 0,
                 pg_collection=groups,
             )
-        ddp.broadcast_params()
+        if not config.fp8_param:  # a collective knows plain tensors only; ZeRO-1 gathers these from the first step on
+            ddp.broadcast_params()
         wrapped.append(ddp)
     return wrapped
 

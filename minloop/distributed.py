@@ -7,6 +7,7 @@ import os
 import socket
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,15 @@ from torch.distributed.rendezvous import rendezvous
 from minloop.checks import check_config, wrong_apex
 from minloop.cpu import cpu_backend
 from minloop.determinism import check_deterministic_environment, deterministic_algorithms
+from minloop.launch import Launch, find_launch
 from minloop.messages import say_once
+from minloop.precision_checks import forget_fp8_scales
 
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """In which mcore numbers ranks: tensor parallel ranks are neighbours, pipeline stages far apart."""
+
+timeouts: WeakKeyDictionary[Any, timedelta] = WeakKeyDictionary()
+"""Default group → how long its collectives wait, for groups that are made later."""
 
 created = contextlib.ExitStack()
 """How to take back what `init_distributed` created: one per process, as are the default group and mcore's groups."""
@@ -43,15 +48,16 @@ def init_distributed(
     """Initialise the default process group, mcore's process groups and the random streams of this rank.
 
     A default group that a host made is reused. Otherwise torchrun's environment is read (RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR, MASTER_PORT); without it this is one process. Without a GPU the CPU backend is switched on and ranks
-    talk through gloo, see `minloop.cpu_backend`. With ``config.deterministic_mode`` torch uses deterministic algorithms
-    in this whole process until `shutdown_distributed`.
+    MASTER_ADDR, MASTER_PORT), or else that of Slurm's srun; without either this is one process. Without a GPU the CPU
+    backend is switched on and ranks talk through gloo, see `minloop.cpu_backend`. With ``config.deterministic_mode``
+    torch uses deterministic algorithms in this whole process until `shutdown_distributed`.
 
     Args:
         config: its parallel sizes decide the groups; the data parallel size is what remains of the world.
         seed: seed of weights and dropout; see `seed_ranks`. Data has a seed of its own.
         backend: "nccl" or "gloo"; by default nccl on a GPU, gloo without.
-        timeout: how long a collective may wait for a rank, for the default group and mcore's.
+        timeout: how long a collective may wait for a rank, for the default group, mcore's and background saves: a rank
+            that hangs ends the run after it. It must be longer than the slowest evaluation, save or start of one rank.
         data_parallel_random_init: seed every data parallel rank differently (`wrap_ddp` then broadcasts the weights).
         mcore_options: other arguments of mcore's `parallel_state.initialize_model_parallel`, such as
             ``order="tp-cp-ep-pp-dp"`` or ``num_distributed_optimizer_instances``.
@@ -85,34 +91,32 @@ def shutdown_distributed() -> None:
 
 
 def _init_default_group(backend: str | None, timeout: timedelta, undo: contextlib.ExitStack) -> None:
-    present = [name for name in LAUNCH_VARIABLES if name in os.environ]
-    if present and len(present) < len(LAUNCH_VARIABLES):
-        missing = ", ".join(name for name in LAUNCH_VARIABLES if name not in present)
-        raise RuntimeError(
-            f"the launch environment has {', '.join(present)} but not {missing}: start the script with torchrun, set "
-            "all of them, or none for one process"
-        )
+    launch = find_launch(os.environ)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        _claim_gpu()
+        _claim_gpu(launch.local_rank if launch else int(os.environ.get("LOCAL_RANK", "0")))
     backend = backend or ("nccl" if on_gpu else "gloo")
-    if present:
-        store, rank, world_size = _rendezvous(*(os.environ[name] for name in LAUNCH_VARIABLES), timeout)
+    if launch is not None:
+        store, rank, world_size = _rendezvous(launch, timeout)
         # A second init of the same processes must not read the addresses that the first one left in the store.
         store = PrefixStore(f"minloop/{store.add(f'minloop/inits of rank {rank}', 1)}", store)
     else:
         store, rank, world_size = dist.HashStore(), 0, 1  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    timeouts[dist.group.WORLD] = timeout
     undo.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    undo.callback(forget_fp8_scales)
     if on_gpu:
         _refuse_shared_gpu()
 
 
 @functools.cache
-def _rendezvous(rank: str, world_size: str, address: str, port: str, timeout: timedelta) -> tuple[Store, int, int]:
+def _rendezvous(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
     """Meet the other ranks; the store lives as long as the process, since a rank may join the next group early."""
+    rank, world_size, _, address, port = launch
+    host = f"[{address}]" if ":" in address else address
     try:
-        return next(rendezvous("env://", timeout=timeout))
+        return next(rendezvous(f"tcp://{host}:{port}?rank={rank}&world_size={world_size}", timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
             raise
@@ -121,8 +125,8 @@ def _rendezvous(rank: str, world_size: str, address: str, port: str, timeout: ti
         ) from error
 
 
-def _claim_gpu() -> None:
-    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+def _claim_gpu(local_rank: int) -> None:
+    count = torch.cuda.device_count()
     if local_rank >= count:
         raise RuntimeError(
             f"LOCAL_RANK is {local_rank} but this machine shows {count} GPU(s): start at most one rank per GPU "

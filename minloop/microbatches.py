@@ -14,6 +14,7 @@ class Microbatches:
         if count < 1:
             raise ValueError(f"num_microbatches ({count}) must be at least 1")
         self.count, self._data = count, iter(data)
+        self._taken: list[Any] = []
         self._from_batch = micro_batch_size is None or seq_length is None
         if micro_batch_size is None or seq_length is None:
             first: Any = self._next(0)
@@ -32,9 +33,12 @@ class Microbatches:
             ) from None
 
     def take(self) -> list[Any]:
-        """All of them, read before the step begins: data that ends or does not fit stops nothing half-way."""
-        taken: list[Any] = []
-        for index in range(self.count):
+        """All of them, read before the step begins: data that ends or does not fit stops nothing half-way.
+
+        They are read once: a step that is computed again gets the same ones.
+        """
+        taken = self._taken
+        for index in range(len(taken), self.count):
             batch = self._next(index)
             if self._from_batch and (shape := tuple(batch["tokens"].shape)) != (self.micro_batch_size, self.seq_length):
                 raise ValueError(

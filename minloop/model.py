@@ -23,8 +23,9 @@ from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options
 from minloop.checks import check_config
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
-from minloop.layers.installed import install_kernels
+from minloop.layers.installed import fuse_rope_where_it_fits, install_kernels
 from minloop.messages import without_log_lines
+from minloop.precision_checks import start_from_own_weights
 from minloop.tp_overlap import require_tp_overlap
 
 
@@ -101,6 +102,7 @@ def build_model(
         _complete(chunk, config, groups, first, last)
         if before_wrapping is not None:
             before_wrapping(chunk)
+            start_from_own_weights(chunk)
         chunk.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk)
     _freeze_tied_weight(chunks, groups)
@@ -133,6 +135,7 @@ def _complete(
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.gradient_accumulation_fusion:
         fuse_embedding_gradient(chunk, config)
+    fuse_rope_where_it_fits(chunk, config)
     if config.mtp_num_layers and config.context_parallel_size > 1:
         count_tokens_of_all_ranks(chunk, groups.cp)
 

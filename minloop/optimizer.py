@@ -1,4 +1,4 @@
-"""Optimizers and their schedules: mcore's, built over the chunks; and what torch's Adam and SGD lack inside mcore's."""
+"""Optimizers: mcore's, built over the chunks; and what torch's Adam and SGD lack inside mcore's."""
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -13,17 +13,21 @@ from megatron.core.optimizer import (
     get_mup_config_overrides,
     get_standard_config_overrides,
 )
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from minloop.messages import without_warnings
+from minloop.precision_checks import check_optimizer_precision
 
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 OPTIMIZERS = ("adam", "sgd", "lion", "muon")
-"""mcore 0.19 has others, which do not train here: "soap" cannot be saved (its factors have other shapes than the
-weights), "adaptive_muon" fails in its first step, and "dist_muon" is a layer-wise optimizer."""
+NOT_TRAINABLE = {
+    "soap": "mcore cannot save it, as its factors have other shapes than the weights",
+    "adaptive_muon": "mcore 0.19's fails in its first step with emerging-optimizers 0.3, which moved its scale",
+    "dist_muon": "it is a layer-wise optimizer",
+}
+"""Others that mcore 0.19 names, and why they do not train here."""
 
 EMERGING_OPTIMIZERS = ("lion", "muon")
 """Those of the package emerging-optimizers, github.com/NVIDIA-NeMo/Emerging-Optimizers."""
@@ -40,7 +44,8 @@ def build_optimizer(
     Args:
         optimizer_config: from `build_optimizer_config`, or mcore's own.
         mcore_options: other arguments of `get_megatron_optimizer`, such as ``config_overrides``, settings that hold for
-            some parameters only.
+            some parameters only. They stand in for mcore's ``get_standard_config_overrides(optimizer_config)``, which
+            keep norms and biases from decaying, as in Megatron-LM: give ``standard | yours`` to have both.
     Raises:
         ValueError: the optimizer config contradicts the model's or the DDP config, or needs a package that is missing.
         TypeError: the chunks are not wrapped in DDP.
@@ -75,10 +80,9 @@ def check_optimizer_config(
         ValueError: naming the fields, their values and the remedy.
     """
     if optimizer_config.optimizer not in OPTIMIZERS:
-        raise ValueError(
-            f"OptimizerConfig.optimizer {optimizer_config.optimizer!r} is none of {', '.join(OPTIMIZERS)}; AdamW is "
-            "'adam' with decoupled_weight_decay=True, its default"
-        )
+        name = optimizer_config.optimizer
+        reason = NOT_TRAINABLE.get(name, "AdamW is 'adam' with decoupled_weight_decay=True, its default")
+        raise ValueError(f"OptimizerConfig.optimizer {name!r} is none of {', '.join(OPTIMIZERS)}; {reason}")
     for name, expected in (
         ("bf16", config.bf16),
         ("fp16", config.fp16),
@@ -90,6 +94,7 @@ def check_optimizer_config(
                 f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with "
                 f"{expected}: use build_optimizer_config, or give both the same value"
             )
+    check_optimizer_precision(optimizer_config, config, ddp_config)
     if optimizer_config.use_layer_wise_distributed_optimizer:
         raise ValueError(
             "use_layer_wise_distributed_optimizer=True: minloop does not drive that optimizer; set it to False"
@@ -145,6 +150,8 @@ def prepare_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """
     for outer in inner_optimizers(optimizer):
         inner, init_state = outer.optimizer, getattr(outer, "init_state_fn", None)
+        if isinstance(inner, HybridDeviceOptimizer):  # mcore makes its state where it finds none
+            continue
         if init_state is not None and not outer.config.use_precision_aware_optimizer:
             init_state(inner, outer.config)
         for group in inner.param_groups:
@@ -163,68 +170,3 @@ def prepare_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 def _state_exists(optimizer: object, config: object = None) -> None:
     """mcore's `init_state_fn` where `prepare_optimizer_state` has done its work already."""
-
-
-def build_scheduler(
-    optimizer: MegatronOptimizer,
-    *,
-    global_batch_size: int,
-    train_iters: int,
-    lr_decay_style: str = "cosine",
-    lr_warmup_iters: int = 0,
-    lr_decay_iters: int | None = None,
-    lr_warmup_init: float = 0.0,
-    start_weight_decay: float | None = None,
-    end_weight_decay: float | None = None,
-    weight_decay_incr_style: str = "constant",
-    lr_wsd_decay_iters: int | None = None,
-    lr_wsd_decay_style: str = "exponential",
-) -> OptimizerParamScheduler:
-    """Build mcore's `OptimizerParamScheduler`; maximum and minimum learning rate come from the `OptimizerConfig`.
-
-    mcore's scheduler counts samples, as `train_step` does; the arguments here count iterations of `global_batch_size`
-    samples each. Iteration 0 runs at the warm-up's start.
-
-    Args:
-        lr_decay_style: "constant", "linear", "cosine", "inverse-square-root" or "WSD" (needs `lr_wsd_decay_iters`).
-        lr_decay_iters: iterations until the minimum is reached; by default `train_iters`.
-        lr_warmup_init: learning rate at the start of the warm-up.
-    Raises:
-        ValueError: the warm-up is not shorter than the decay, an unknown style, WSD without the length of its decay, or
-            an `OptimizerConfig` without lr.
-    """
-    decay = lr_decay_iters or train_iters
-    _check_schedule(optimizer, lr_decay_style, lr_warmup_iters, decay, lr_wsd_decay_iters)
-    config: OptimizerConfig = optimizer.config
-    weight_decay = config.weight_decay
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=lr_warmup_init,
-        max_lr=config.lr,  # pyright: ignore[reportArgumentType]
-        min_lr=config.min_lr or 0.0,
-        lr_warmup_steps=lr_warmup_iters * global_batch_size,
-        lr_decay_steps=decay * global_batch_size,
-        lr_decay_style=lr_decay_style,
-        start_wd=weight_decay if start_weight_decay is None else start_weight_decay,
-        end_wd=weight_decay if end_weight_decay is None else end_weight_decay,
-        wd_incr_steps=train_iters * global_batch_size,
-        wd_incr_style=weight_decay_incr_style,
-        wsd_decay_steps=None if lr_wsd_decay_iters is None else lr_wsd_decay_iters * global_batch_size,
-        lr_wsd_decay_style=lr_wsd_decay_style,
-        # the schedule built here holds; a checkpoint only says how far it has come
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
-
-
-def _check_schedule(
-    optimizer: MegatronOptimizer, style: str, warmup_iters: int, decay_iters: int, wsd_decay_iters: int | None
-) -> None:
-    if style not in LR_DECAY_STYLES:
-        raise ValueError(f"lr_decay_style {style!r} is none of {', '.join(LR_DECAY_STYLES)}")
-    if style == "WSD" and wsd_decay_iters is None:
-        raise ValueError("lr_decay_style='WSD' needs lr_wsd_decay_iters, the iterations of its final decay")
-    if optimizer.config.lr is None:
-        raise ValueError("OptimizerConfig.lr is None: the schedule needs its maximum; set lr")
-    if warmup_iters >= decay_iters:
-        raise ValueError(f"lr_warmup_iters ({warmup_iters}) must be less than lr_decay_iters ({decay_iters})")

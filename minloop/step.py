@@ -1,17 +1,17 @@
 """One step: forward and backward over the microbatches by mcore's schedules, one gradient finalisation, one update."""
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from minloop.data import Batch
 from minloop.data_parallel import gathered_parameters
-from minloop.losses import LossFunction, reduce_reports, token_loss
+from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches
 from minloop.placement import place_batch
 from minloop.schedule import ForwardStep, forward_backward
@@ -32,7 +32,7 @@ class StepMetrics:
             clipping is off or in evaluation.
         learning_rate: the rate this step's update used.
         loss_scale: by which fp16 losses were multiplied; 1.0 otherwise.
-        skipped: whether the update was skipped because of an overflow.
+        skipped: whether the update was skipped, because of an overflow or by a guard.
         num_samples: samples in the global batch.
     """
 
@@ -44,6 +44,31 @@ class StepMetrics:
     learning_rate: float = 0.0
     loss_scale: float = 1.0
     skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Forward and backward of one step: gradients are in their buffers, reduced, and no weight has changed.
+
+    Attributes:
+        reports: of this rank's microbatches, {name: [sum, count]}; empty but on the last pipeline stage.
+        losses: as in `StepMetrics`, without those of routers and multi-token prediction.
+        num_tokens: as in `StepMetrics`.
+    """
+
+    reports: list[Report]
+    losses: dict[str, torch.Tensor]
+    num_tokens: torch.Tensor
+
+
+class Guard(Protocol):
+    """What stands between the gradients of a step and the update."""
+
+    def watch(
+        self, state: TrainState, batches: Microbatches, compute: Callable[[], Computed], /
+    ) -> tuple[Computed, bool]:
+        """Call `compute`, again if need be; return what holds, and whether the weights may change by it."""
+        ...
 
 
 def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
@@ -92,6 +117,8 @@ def train_step(
     forward_step: ForwardStep = gpt_forward_step,
     micro_batch_size: int | None = None,
     seq_length: int | None = None,
+    guard: Guard | None = None,
+    empty_unused_memory_level: int = 0,
 ) -> StepMetrics:
     """Take one optimizer step on the next `num_microbatches` microbatches of this rank.
 
@@ -103,23 +130,23 @@ def train_step(
             that returns (sum of losses, number of tokens, {name: [sum, count]}), as `token_loss` does.
         micro_batch_size: samples of a microbatch; read off the first batch unless given, as is `seq_length`, the tokens
             of a full sequence.
+        guard: looks at losses and gradients before the weights change, see `minloop.FaultGuard`.
+        empty_unused_memory_level: 1 gives the memory that torch keeps unused back to the GPU between gradients and
+            update, 2 after the update, too, as in Megatron-LM: for steps that fail by fragmentation. It costs time.
     Raises:
         ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary; a report that is
             not [sum, count].
         TypeError: `data` is a list, a DataLoader or the like, which would begin anew at every step.
         RuntimeError: the data ended before the step.
     """
-    _require_iterator(data)
+    require_iterator(data)
     learning_rate = state.optimizer.param_groups[0]["lr"]
-    _begin_step(state)
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
-    reports = forward_backward(
-        state, batches, forward_step, forward_only=False, counts_loss_mask=forward_step is gpt_forward_step
-    )
+    compute = partial(_compute, state, batches, forward_step)
+    computed, allowed = (compute(), True) if guard is None else guard.watch(state, batches, compute)
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
-    outcome: Any = state.optimizer.step()
-    updated, grad_norm, _ = outcome
-    losses, tokens = reduce_reports(state, reports, forward_step)
+    updated, grad_norm = _update(state, allowed, empty_unused_memory_level)
+    losses, tokens = computed.losses, computed.num_tokens
     losses |= state.auxiliary_losses.reduce(state.config, state.groups, num_microbatches)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
     state.iteration += 1
@@ -141,6 +168,13 @@ def train_step(
     )
 
 
+def _compute(state: TrainState, batches: Microbatches, forward_step: ForwardStep) -> Computed:
+    _begin_step(state)
+    counts_loss_mask = forward_step is gpt_forward_step
+    reports = forward_backward(state, batches, forward_step, forward_only=False, counts_loss_mask=counts_loss_mask)
+    return Computed(reports, *reduce_reports(state, reports, forward_step))
+
+
 def _begin_step(state: TrainState) -> None:
     for chunk in state.chunks:
         if not chunk.training:
@@ -149,7 +183,18 @@ def _begin_step(state: TrainState) -> None:
     state.optimizer.zero_grad()
 
 
-def _require_iterator(data: Any) -> None:
+def _update(state: TrainState, allowed: bool, empty_unused_memory_level: int) -> tuple[bool, Any]:
+    """Whether the weights were updated, and the gradient norm."""
+    if empty_unused_memory_level >= 1:
+        torch.cuda.empty_cache()
+    outcome: Any = state.optimizer.step() if allowed else (False, None, None)
+    if empty_unused_memory_level >= 2:
+        torch.cuda.empty_cache()
+    updated, grad_norm, _ = outcome
+    return updated, grad_norm
+
+
+def require_iterator(data: Any) -> None:
     if iter(data) is not data:
         raise TypeError(
             f"{type(data).__name__} begins anew whenever it is iterated, so every step would see the same batches: "

@@ -58,17 +58,9 @@ def test_every_link_of_the_readme_exists() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.parametrize("split", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
-def test_text_example_learns_and_writes(split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    options = {"train_iters": 40, "num_files": 20, "eval_batches": 2, "sample_length": 12, split: 2}
-    for before, after in run_ranks(2, call_main, "train_text", options):
-        assert 7.8 < before < 8.4
-        assert after < 4.5
-
-
-def test_pretraining_example_goes_from_files_to_text(tmp_path: Path) -> None:
-    options = {"train_iters": 30, "num_files": 100, "vocab_size": 512, "directory": str(tmp_path)}
+@pytest.mark.parametrize("layout", [{}, {"pipeline_model_parallel_size": 2}])
+def test_pretraining_example_goes_from_files_to_text(layout: dict[str, int], tmp_path: Path) -> None:
+    options = {"train_iters": 30, "num_files": 100, "vocab_size": 512, "directory": str(tmp_path), **layout}
     for before, after in run_ranks(2, call_main, "pretrain_text", options):
         assert 3.5 < before < 6.5
         assert after < 0.8 * before

@@ -5,7 +5,7 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,11 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 
 # A stage may import those before it, never those after it; minloop/__init__.py comes after all.
 STAGES = """
-messages cpu determinism spelling context_parallel_checks expert_checks graph_checks
-memory_checks tensor_parallel_checks checks config distributed tp_overlap layers
-architecture model hybrid_pattern hybrid cuda_graph advice data_parallel optimizer moe state data losses microbatches
-placement packed schedule step flops metrics garbage inference checkpoint sameness
+messages cpu determinism spelling context_parallel_checks expert_checks graph_checks memory_checks precision_checks
+tensor_parallel_checks checks config launch distributed everyone tp_overlap layers architecture model hybrid_pattern
+hybrid cuda_graph advice data_parallel optimizer lr_schedule moe state signals stragglers data losses microbatches
+placement packed schedule injection step evaluation flops parameter_count activation_memory memory metrics
+timing logs profiling garbage inference checkpoint faults sameness
 """.split()
 
 MAX_FILE_LINES = 250
@@ -34,20 +35,26 @@ FORBIDDEN_CALLS = {
     "signal.signal", "os.environ.clear", "os.environ.pop", "os.environ.popitem", "os.environ.setdefault",
     "os.environ.update",
 }  # fmt: skip
+ALLOWED_CALLS = {
+    "minloop/signals.py": {"signal.signal"},  # what `stop_signals` is entered for; it puts back the handlers before
+}
 
 PUBLIC_NAMES = """
-Batch CheckpointDescription CheckpointError DatasetDescription Difference DistributedDataParallelConfig GPTDatasetConfig
-LayoutRecord Loader MLATransformerConfig ModelProvider OptimizerConfig PendingSave ProcessGroupCollection StepMetrics
+Batch CheckpointDescription CheckpointError DatasetDescription Difference DistributedDataParallelConfig Evaluation Fault
+FaultError FaultGuard GPTDatasetConfig LayoutRecord Loader MLATransformerConfig MemoryEstimate ModelProvider
+OptimizerConfig PendingSave ProcessGroupCollection Record Sink StepMetrics StepTimer StepTimes StopRequest
 TokenizeReport TrainState TransformerConfig build_byte_tokenizer build_config build_dataset_config build_ddp_config
 build_gpt_datasets build_gpt_model build_hybrid_model build_loader build_mock_loader build_model build_optimizer
 build_optimizer_config build_scheduler build_stream_loader build_tokenizer check_replicas compare_layouts
-compare_records cpu_backend describe_checkpoint describe_dataset eval_step expert_load export_weights first_difference
-flops_per_token forward_logits full_gradients full_weights gathered_parameters gpt_forward_step gpt_provider
-hf_config_fields hybrid_provider init_distributed init_tp_overlap is_first_rank latest_checkpoint load_checkpoint
+compare_records console_sink cpu_backend describe_checkpoint describe_dataset estimate_memory eval_step evaluate
+evaluation_record expert_load export_weights fault_environment first_difference flops_per_token forward_logits
+forward_times full_gradients full_weights gathered_parameters gpt_forward_step gpt_provider hf_config_fields
+hybrid_provider init_distributed init_tp_overlap inject_fault is_first_rank jsonl_sink latest_checkpoint load_checkpoint
 load_hf_weights load_weights log_line manual_gc mask_prompt num_microbatches pack_samples packed_forward_step
-padded_vocab_size peak_tflops prefetch_to_device ramped_batch_size read_run_config record_layout replace_layout
-save_checkpoint save_hf_weights seed_ranks shutdown_distributed start_save token_loss tokenize_to_indexed train_step
-verify_checkpoint wrap_ddp write_indexed write_run_config
+padded_vocab_size peak_tflops prefetch_to_device profiled_steps progress_bar ramped_batch_size read_run_config
+record_layout record_line replace_layout save_checkpoint save_hf_weights seed_ranks shutdown_distributed start_save
+step_record stop_signals tensorboard_sink token_loss tokenize_to_indexed train_step verify_checkpoint wandb_sink
+wrap_ddp write_indexed write_run_config
 """.split()
 
 
@@ -72,8 +79,9 @@ def dotted(node: ast.AST, names: dict[str, str]) -> str:
     return ""
 
 
-def misdeeds(tree: ast.AST) -> Iterator[str]:
+def misdeeds(tree: ast.AST, allowed_calls: Collection[str] = ()) -> Iterator[str]:
     """Every forbidden import, call, `global` statement and environment write of a file."""
+    forbidden_calls = FORBIDDEN_CALLS.difference(allowed_calls)
     names = imported(tree)
     for origin in names.values():
         if any(f"{origin}.".startswith(f"{module}.") for module in FORBIDDEN_IMPORTS) and origin not in ALLOWED_IMPORTS:
@@ -81,7 +89,7 @@ def misdeeds(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield f"line {node.lineno}: global {', '.join(node.names)}"
-        elif isinstance(node, ast.Call) and (name := dotted(node.func, names)) in FORBIDDEN_CALLS:
+        elif isinstance(node, ast.Call) and (name := dotted(node.func, names)) in forbidden_calls:
             yield f"line {node.lineno}: {name}()"
         elif isinstance(node, ast.Subscript | ast.Name | ast.Attribute) and not isinstance(node.ctx, ast.Load):
             target = node.value if isinstance(node, ast.Subscript) else node
@@ -117,8 +125,8 @@ def tree(name: str) -> ast.Module:
     return ast.parse(FILES[name].read_text())
 
 
-def test_a_file_does_nothing_behind_the_users_back(tree: ast.Module):
-    assert list(misdeeds(tree)) == []
+def test_a_file_does_nothing_behind_the_users_back(name: str, tree: ast.Module):
+    assert list(misdeeds(tree, ALLOWED_CALLS.get(name, ()))) == []
 
 
 @pytest.mark.parametrize(

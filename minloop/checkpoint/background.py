@@ -12,7 +12,8 @@ import torch.distributed as dist
 from minloop import distributed
 
 TIMEOUT = timedelta(hours=1)
-"""How long one rank's thread waits for another that still writes. A rank that died is noticed at once."""
+"""How long one rank's thread waits for another that still writes, in a group that a host made; else the time-out given
+to `init_distributed` holds. A rank that died is noticed at once."""
 
 _groups: WeakKeyDictionary[Any, dist.ProcessGroup] = WeakKeyDictionary()
 _in_flight: "list[PendingSave]" = []
@@ -73,6 +74,7 @@ def group_of_threads() -> dist.ProcessGroup:
     """A gloo group of all ranks that training never uses; made on the first call, by all ranks."""
     default = dist.group.WORLD
     if default not in _groups:
-        _groups[default] = cast("Any", dist.new_group(backend="gloo", timeout=TIMEOUT))
+        timeout = distributed.timeouts.get(default, TIMEOUT)
+        _groups[default] = cast("Any", dist.new_group(backend="gloo", timeout=timeout))
         distributed.created.callback(wait_for_pending)  # before `shutdown_distributed` destroys the group
     return _groups[default]

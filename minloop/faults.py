@@ -1,0 +1,240 @@
+"""A loss or gradient that is not a number, or a loss that leaps: found before the weights change, named, dealt with.
+
+mcore's own `RerunStateMachine` tells transient from persistent faults, too, but is one per process, waits for the GPU
+at every microbatch, leaves a loop by exit codes, and stores pickled objects in checkpoints. `FaultGuard(rerun=True)`
+does its first part, the step computed again on the same device; for the second, the same step on another device, start
+the run there from its last checkpoint: the same data come in the same order.
+"""
+
+import logging
+import math
+import socket
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from minloop.checkpoint import load_checkpoint
+from minloop.checkpoint.background import wait_for_pending
+from minloop.checkpoint.content import restore_rng_state, rng_streams
+from minloop.checkpoint.save import Loaders
+from minloop.everyone import from_all_ranks, over_all_ranks
+from minloop.messages import logger
+from minloop.microbatches import Microbatches
+from minloop.state import TrainState
+from minloop.step import Computed
+
+Policy = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a `FaultGuard` found, equal on every rank.
+
+    Attributes:
+        kind: "loss" or "gradient", one that is NaN or infinite, or "spike".
+        iteration: the step's number as it is logged, from 1.
+        loss: mean over the global batch.
+        places: where, each "rank 1, microbatch 0 (samples 8 to 11)".
+        parameters: of a gradient, the names of up to 3 parameters on each rank.
+    """
+
+    kind: Literal["loss", "gradient", "spike"]
+    iteration: int
+    loss: float
+    places: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        what = {
+            "loss": f"the loss is {self.loss}",
+            "gradient": f"the loss is {self.loss:.6g} but the gradient is not finite, at {', '.join(self.parameters)}",
+            "spike": f"the loss leaps to {self.loss:.6g}",
+        }[self.kind]
+        return f"iteration {self.iteration}: {what}; on {'; '.join(self.places[:4])}"
+
+
+class FaultError(RuntimeError):
+    """A step with a fault, raised on every rank before any weight changed.
+
+    Attributes:
+        fault: what and where.
+    """
+
+    def __init__(self, fault: Fault, explanation: str) -> None:
+        super().__init__(f"{fault}. {explanation}")
+        self.fault = fault
+
+
+class FaultGuard:
+    """Looks at each step's losses and gradients before the weights change: ``train_step(..., guard=guard)``.
+
+    All ranks decide alike. It costs a pass over the gradients, one small reduction and a wait for the GPU per step.
+    fp16's gradients are left to its loss scaler. Give it to `save_checkpoint` beside the loader, ``{"train": loader,
+    "guard": guard}``, and its memory, losses for `loss_spike` and the iterations to skip, is that of the run.
+
+    Args:
+        on_fault: "raise" a `FaultError`, after which `roll_back` can go back to a checkpoint; or "skip" the update,
+            which is logged: the step then counts in ``state.skipped_iterations``.
+        loss_spike: a loss of more than this many times the median of the last `window` steps is a fault, too.
+        rerun: compute a faulty step again from the same data and random streams: if the fault is gone, it was the
+            device's, which is logged as an error, and training goes on with the second result. Not with
+            cuda_graph_impl="full_iteration".
+    Attributes:
+        iterations_to_skip: these steps are computed and not taken.
+        transient_faults: steps that came out well the second time.
+    """
+
+    def __init__(
+        self, on_fault: Policy = "raise", *, loss_spike: float | None = None, window: int = 50, rerun: bool = False
+    ) -> None:
+        if on_fault not in ("raise", "skip"):
+            raise ValueError(
+                f'on_fault {on_fault!r} is neither "raise" nor "skip"; to go back to a checkpoint use "raise", catch '
+                "FaultError and call guard.roll_back(error, checkpoints, state, loader)"
+            )
+        if loss_spike is not None and loss_spike <= 1:
+            raise ValueError(f"loss_spike ({loss_spike}) must be more than 1: it is a multiple of the median loss")
+        self.on_fault, self.loss_spike, self.rerun = on_fault, loss_spike, rerun
+        self.iterations_to_skip: set[int] = set()
+        self.transient_faults: list[int] = []
+        self._losses: deque[float] = deque(maxlen=window)
+
+    def watch(self, state: TrainState, batches: Microbatches, compute: Callable[[], Computed]) -> tuple[Computed, bool]:
+        """Compute a step; return it, and whether the weights may change by it. `train_step` calls this.
+
+        Raises:
+            FaultError: on every rank.
+        """
+        if self.rerun and state.config.cuda_graph_impl == "full_iteration":
+            raise ValueError(
+                "FaultGuard(rerun=True) with cuda_graph_impl='full_iteration', whose random streams cannot be set "
+                "back: use rerun=False or another cuda_graph_impl"
+            )
+        iteration = state.iteration + 1
+        streams = rng_streams() if self.rerun else {}
+        computed = compute()
+        if iteration in self.iterations_to_skip:
+            return computed, False
+        if (fault := self._find(state, batches, computed)) is None:
+            return computed, True
+        explanation = "No weight has changed."
+        if self.rerun:
+            restore_rng_state(streams)
+            computed = compute()
+            if self._find(state, batches, computed) is None:
+                self.transient_faults.append(iteration)
+                _say(f"{fault}. Computed again it came out well: a transient fault of a device", logging.ERROR)
+                return computed, True
+            explanation += " Computed again it came out so again: the data, the model, or a device that always errs."
+        if self.on_fault == "skip":
+            _say(f"{fault}. {explanation} The step is skipped", logging.WARNING)
+            return computed, False
+        raise FaultError(fault, explanation)
+
+    def roll_back(
+        self, error: FaultError, checkpoints: str | Path, state: TrainState, loader: Loaders = None, *, limit: int = 10
+    ) -> Path:
+        """Load the newest checkpoint and train again from there, but for the step of `error`; every rank calls it.
+
+        What reads ahead of `loader`, such as `prefetch_to_device`, is to be made anew.
+
+        Args:
+            checkpoints, loader: as in `load_checkpoint`; without this guard, which keeps its memory.
+            limit: so many times in a run; then it raises `error`.
+        Returns:
+            The checkpoint loaded.
+        """
+        wait_for_pending()
+        if len(self.iterations_to_skip) >= limit:
+            raise error
+        path = load_checkpoint(checkpoints, state, loader)
+        self.iterations_to_skip.add(error.fault.iteration)
+        _say(f"{error} Back at {path.name}; iteration {error.fault.iteration} will be skipped", logging.WARNING)
+        return path
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory as plain numbers, equal on every rank."""
+        return {"losses": [*self._losses], "iterations_to_skip": sorted(self.iterations_to_skip)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the memory that `state_dict` returned."""
+        self._losses.clear()
+        self._losses.extend(state["losses"])
+        self.iterations_to_skip.update(state["iterations_to_skip"])
+
+    def _find(self, state: TrainState, batches: Microbatches, computed: Computed) -> Fault | None:
+        losses = torch.stack([*computed.losses.values()])
+        mine = [~losses.isfinite().all(), _any_wrong_gradient(state), losses[0].nan_to_num(0.0, 0.0, 0.0)]
+        # Copies of one loss may differ by the very fault that is looked for: the largest is that of all ranks.
+        agreed = over_all_ranks(torch.stack([value.double() for value in mine]), state.groups)
+        wrong_loss, wrong_gradient, loss = agreed.tolist()
+        if not (wrong_loss or wrong_gradient or self._leaps(loss)):
+            self._losses.append(loss)
+            return None
+        kind = "loss" if wrong_loss else "gradient" if wrong_gradient else "spike"
+        found = from_all_ranks(_look(kind, state, batches, computed), state.groups)
+        if kind == "spike":
+            found = [max(found, key=lambda entry: entry[2])]
+        places, parameters, _, own_losses = zip(*found, strict=True)
+        if kind == "loss":
+            loss = next(own for own in own_losses if not math.isfinite(own))
+        return Fault(
+            kind,
+            state.iteration + 1,
+            loss,
+            tuple(place for part in places for place in part),
+            tuple(dict.fromkeys(name for part in parameters for name in part)),
+        )
+
+    def _leaps(self, loss: float) -> bool:
+        if self.loss_spike is None or len(self._losses) < (self._losses.maxlen or 0):
+            return False
+        return loss > self.loss_spike * statistics.median(self._losses)
+
+
+def _any_wrong_gradient(state: TrainState) -> torch.Tensor:
+    """Whether this rank holds a gradient that is not finite, 0-d bool; any such element shows in a buffer's sum."""
+    chunks: list[Any] = [*state.chunks]
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    gradients = [gradient for buffer in buffers for gradient in (buffer.grad_data, *buffer.extra_main_grads)]
+    if state.config.fp16 or not gradients:
+        return torch.zeros((), dtype=torch.bool, device=torch.cuda.current_device())
+    return ~torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients]).isfinite().all()
+
+
+def _look(
+    kind: str, state: TrainState, batches: Microbatches, computed: Computed
+) -> tuple[list[str], list[str], float, float]:
+    """Where this rank has the fault: places, parameters, its largest loss of a microbatch, one that is not finite."""
+    loss = min((float(loss) for loss in computed.losses.values()), key=math.isfinite)
+    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    if kind == "gradient":
+        named: list[Any] = [pair for chunk in state.chunks for pair in chunk.module.named_parameters()]
+        wrong = [name for name, parameter in named if not parameter.main_grad.isfinite().all()]
+        return ([here] if wrong else []), wrong[:3], 0.0, loss
+    means = [float(value[0] / value[1].clamp(min=1)) for report in computed.reports for value in [*report.values()][:1]]
+    indices = [index for index, mean in enumerate(means) if not math.isfinite(mean)]
+    if kind == "spike":
+        indices = [means.index(max(means))] if means else []
+    places = [f"{here}, microbatch {index} ({_samples(state, batches, index)})" for index in indices]
+    return places, [], max(means, default=-math.inf), loss
+
+
+def _samples(state: TrainState, batches: Microbatches, microbatch: int) -> str:
+    """The samples of a microbatch: the batch's own "sample_ids", or the places in the order of minloop's loaders."""
+    if (ids := batches.take()[microbatch].get("sample_ids")) is not None:
+        return f"sample_ids {ids.tolist()}"
+    size, dp = batches.micro_batch_size, state.groups.dp
+    first = state.consumed_samples + (microbatch * dp.size() + dp.rank()) * size
+    return f"samples {first} to {first + size - 1} of the run"
+
+
+def _say(message: str, level: int) -> None:
+    if dist.get_rank() == 0:
+        logger.log(level, message)

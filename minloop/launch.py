@@ -1,0 +1,93 @@
+"""Who this process is among all: torchrun's environment, or that of Slurm's srun; read, and never written."""
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_NTASKS")
+
+
+class Launch(NamedTuple):
+    """One process of a run: its place, and where rank 0 waits for the others."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def find_launch(environment: Mapping[str, str]) -> Launch | None:
+    """Return what a launcher said of this process: torchrun if it did, else srun; None if neither did.
+
+    srun gives no address: rank 0's machine is the first of SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST), and the port is
+    computed from the job's and the step's number. MASTER_ADDR and MASTER_PORT, where set, decide.
+
+    Raises:
+        RuntimeError: torchrun's variables are there in part, or srun's name no machine.
+    """
+    present = [name for name in LAUNCH_VARIABLES if name in environment]
+    if len(present) == len(LAUNCH_VARIABLES):
+        rank, world_size, address, port = (environment[name] for name in LAUNCH_VARIABLES)
+        return Launch(int(rank), int(world_size), int(environment.get("LOCAL_RANK", "0")), address, int(port))
+    if "RANK" not in present and all(name in environment for name in SLURM_VARIABLES):
+        return _of_srun(environment)
+    if present:
+        missing = ", ".join(name for name in LAUNCH_VARIABLES if name not in present)
+        raise RuntimeError(
+            f"the launch environment has {', '.join(present)} but not {missing}: start the script with torchrun or "
+            "srun, set all of them, or none for one process"
+        )
+    return None
+
+
+def _of_srun(environment: Mapping[str, str]) -> Launch | None:
+    rank, world_size = (int(environment[name]) for name in SLURM_VARIABLES)
+    if world_size == 1 and "MASTER_ADDR" not in environment:
+        return None
+    hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    address = environment.get("MASTER_ADDR") or first_host(hosts)
+    if not address:
+        raise RuntimeError(
+            f"SLURM_PROCID is {rank} of SLURM_NTASKS {world_size}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR "
+            "names the machine of rank 0: start the script with srun, or set MASTER_ADDR"
+        )
+    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = int(environment.get("MASTER_PORT") or 20_000 + (job * 8 + step) % 10_000)
+    # --gpus-per-task=1 shows each task its own GPU alone, as device 0
+    alone = environment.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0
+    return Launch(rank, world_size, 0 if alone else int(environment.get("SLURM_LOCALID", "0")), address, port)
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of a list in Slurm's notation: "gpu[07-09,12],login" → "gpu07".
+
+    Source: Slurm's documentation of SLURM_JOB_NODELIST, of which ``scontrol show hostnames`` is the full reader.
+    """
+    match = re.match(r"([^,\[]*)((?:\[[^\]]*\][^,\[]*)*)", nodelist)
+    return "" if match is None else match[1] + re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[2])
+
+
+def fault_environment(directory: str, *, timeout: timedelta) -> dict[str, str]:
+    """Return what to set before ranks with NCCL start, so that one that hangs or dies leaves word of what it was doing.
+
+    Nothing is set here: ``os.environ | fault_environment(...)`` is for the program that starts the ranks; a shell needs
+    the lines ``NAME=value``. After `timeout` without progress the flight recorder writes one file per rank, the last
+    2000 collectives with their states and Python stacks, to be read by ``torchfrtrace``. On the CPU, gloo needs none.
+
+    Args:
+        directory: for the files ``nccl_trace_rank_0`` and so on; it must exist.
+        timeout: the one that `init_distributed` is given. The watchdog of NCCL's watchdog, which ends a process whose
+            collectives cannot even be aborted, waits a minute longer.
+    Source: PyTorch's documentation of ProcessGroupNCCL's environment variables.
+    """
+    return {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(int(timeout.total_seconds()) + 60),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{directory}/nccl_trace_rank_",
+    }

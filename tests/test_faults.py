@@ -1,0 +1,155 @@
+"""Faults: found before a weight changes, named, skipped or rolled back; and which rank is slow."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from small import small_state, text_loader
+
+import minloop
+
+COUNT = 2  # microbatches of 2 samples on each of 2 data parallel ranks
+
+
+def weights(state: minloop.TrainState) -> torch.Tensor:
+    with minloop.gathered_parameters(state.chunks):
+        return torch.cat([p.detach().flatten().clone() for chunk in state.chunks for p in chunk.parameters()])
+
+
+def step(state: minloop.TrainState, loader: Any, guard: minloop.FaultGuard, **fault: Any) -> minloop.StepMetrics:
+    options: dict[str, Any] = {"iteration": 0, **fault}
+    forward_step = minloop.inject_fault(minloop.gpt_forward_step, state, **options)
+    return minloop.train_step(state, loader, num_microbatches=COUNT, forward_step=forward_step, guard=guard)
+
+
+def caught(state: minloop.TrainState, loader: Any, guard: minloop.FaultGuard, **fault: Any) -> minloop.FaultError:
+    before = weights(state)
+    with pytest.raises(minloop.FaultError) as error:
+        step(state, loader, guard, **fault)
+    assert torch.equal(weights(state), before)
+    return error.value
+
+
+def train_with_faults(directory: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    state = small_state(ddp={"use_distributed_optimizer": True}, hidden_dropout=0.1)
+    loader = text_loader(state)
+    plain = minloop.FaultGuard()
+    step(state, loader, plain)
+    seen["loss"] = str(caught(state, loader, plain, iteration=2, rank=1, times=1))
+    seen["gradient"] = str(caught(state, loader, plain, iteration=2, where="gradient", factor=math.inf))
+    before = weights(state)
+    skipped = step(state, loader, minloop.FaultGuard("skip"), iteration=2, times=None)
+    assert skipped.skipped
+    assert (state.iteration, state.skipped_iterations) == (2, 1)
+    assert torch.equal(weights(state), before)
+
+    minloop.save_checkpoint(directory, state, loader)
+    rerun = minloop.FaultGuard(rerun=True)
+    unharmed = step(state, loader, rerun).loss.item(), weights(state)
+    minloop.load_checkpoint(directory, state, loader)
+    again = step(state, loader, rerun, iteration=3, rank=1, times=1)
+    assert rerun.transient_faults == [3]
+    assert again.loss.item() == unharmed[0]
+    assert torch.equal(weights(state), unharmed[1])
+    seen["persistent"] = str(caught(state, loader, rerun, iteration=4, rank=1, times=None))
+    return seen
+
+
+def test_a_fault_is_found_before_a_weight_changes(tmp_path: Path) -> None:
+    seen, others = run_ranks(2, train_with_faults, str(tmp_path))
+    assert seen == others
+    assert seen["loss"].startswith("iteration 2: the loss is nan; on rank 1 on ")
+    assert "microbatch 0 (samples 10 to 11 of the run). No weight has changed" in seen["loss"]
+    assert "iteration 2: the loss is 5." in seen["gradient"]
+    assert "but the gradient is not finite, at " in seen["gradient"]
+    assert "embedding.word_embeddings.weight" in seen["gradient"]
+    assert "microbatch 0" in seen["persistent"]
+    assert "microbatch 1" in seen["persistent"]
+    assert "Computed again it came out so again" in seen["persistent"]
+
+
+def train_in_stages() -> list[str]:
+    """A fault that one of two copies of the loss has, on the last of two stages."""
+    state = small_state(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    loader, guard = text_loader(state), minloop.FaultGuard(loss_spike=2.0, window=1)
+    step(state, loader, guard)
+    faults: list[dict[str, Any]] = [
+        {"iteration": 2, "rank": 3, "factor": math.inf},
+        {"iteration": 2, "rank": 2, "factor": 1000.0},
+        {"iteration": 2, "rank": 1, "where": "gradient"},
+    ]
+    return [str(caught(state, loader, guard, **fault)) for fault in faults]
+
+
+def test_all_stages_learn_of_it() -> None:
+    seen = run_ranks(4, train_in_stages)
+    assert seen == [seen[0]] * 4
+    loss, spike, gradient = seen[0]
+    assert loss.startswith("iteration 2: the loss is inf; on rank 3 on ")
+    assert spike.startswith("iteration 2: the loss leaps to ")
+    assert "; on rank 2 on " in spike
+    assert "the gradient is not finite, at " in gradient
+
+
+def roll_back(directory: str) -> tuple[list[float], list[int], str]:
+    """Spike in iteration 5 of 6, checkpoint at 3; returns the losses of the last steps."""
+    state = small_state()
+    loader = text_loader(state)
+    guard = minloop.FaultGuard(loss_spike=3.0, window=2)
+    losses: dict[int, float] = {}
+    seen = ""
+    while state.iteration < 6:
+        try:
+            metrics = step(state, loader, guard, iteration=5, rank=1, factor=100.0, times=None)
+        except minloop.FaultError as error:
+            seen = f"{guard.roll_back(error, directory, state, loader).name}: {error}"
+            continue
+        losses[state.iteration] = metrics.loss.item()
+        if state.iteration == 3:
+            minloop.save_checkpoint(directory, state, {"train": loader, "guard": guard})
+    other = minloop.FaultGuard(loss_spike=3.0, window=2)
+    minloop.load_checkpoint(directory, state, {"train": loader, "guard": other})
+    assert other.state_dict()["losses"] == [losses[2], losses[3]]
+    assert state.skipped_iterations == 0  # as saved at 3
+    return [*losses.values()], sorted(guard.iterations_to_skip), seen
+
+
+def test_a_spike_is_rolled_back_and_skipped(tmp_path: Path) -> None:
+    losses, skipped, seen = run_ranks(2, roll_back, str(tmp_path))[0]
+    assert skipped == [5]
+    assert len(losses) == 6
+    assert max(losses[:4]) < 6 < losses[4] / 10
+    assert losses[5] < 6
+    assert seen.startswith("iter_0000003: iteration 5: the loss leaps to ")
+    assert "rank 1 on " in seen
+
+
+def slow_rank() -> tuple[list[int], list[float]]:
+    state = small_state()
+    loader = text_loader(state)
+    if dist.get_rank() == 2:
+        state.chunks[0].module.register_forward_hook(lambda *_: time.sleep(0.1))
+    with minloop.forward_times(state) as times:
+        minloop.train_step(state, loader, num_microbatches=2)
+        times.gather(state.groups)
+        minloop.train_step(state, loader, num_microbatches=2)
+        seconds = times.gather(state.groups)
+    return times.stragglers(seconds), seconds
+
+
+def test_the_slow_rank_is_found() -> None:
+    for slow, seconds in run_ranks(4, slow_rank):
+        assert slow[0] == 2, seconds
+
+
+def test_policies_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'neither "raise" nor "skip"; to go back .* guard.roll_back'):
+        minloop.FaultGuard("rollback")  # pyright: ignore[reportArgumentType]  # the mistake to be answered
+    with pytest.raises(ValueError, match=r"loss_spike \(0.5\) must be more than 1"):
+        minloop.FaultGuard(loss_spike=0.5)

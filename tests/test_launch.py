@@ -1,0 +1,62 @@
+"""Who a process is by its launcher's environment, torchrun's or srun's; and what a launcher can set against faults."""
+
+import os
+from datetime import timedelta
+
+import pytest
+from ranks import run_ranks
+from small import small_state, text_loader, train
+
+import minloop
+from minloop.launch import LAUNCH_VARIABLES, Launch, find_launch, first_host
+
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[07-09,12],login",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_who_a_process_is() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
+    assert find_launch({}) is None
+    assert find_launch(SRUN) == Launch(5, 16, 1, "gpu07", 20_000 + 123456 * 8 % 10_000)
+    assert find_launch(SRUN | torchrun) == Launch(3, 4, 1, "::1", 29500)  # torchrun under srun
+    assert find_launch(SRUN | {"MASTER_ADDR": "n", "MASTER_PORT": "9"}) == Launch(5, 16, 1, "n", 9)
+    assert find_launch(SRUN | {"CUDA_VISIBLE_DEVICES": "3"}) == find_launch(SRUN | {"SLURM_LOCALID": "0"})
+    assert find_launch(SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    with pytest.raises(RuntimeError, match="has RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        find_launch({"RANK": "0"})
+    with pytest.raises(RuntimeError, match="neither SLURM_JOB_NODELIST nor MASTER_ADDR names"):
+        find_launch(SRUN | {"SLURM_JOB_NODELIST": ""})
+    lists = {"a,b": "a", "r[1-2]n[03-04]": "r1n03", "n[1,3]-ib,x": "n1-ib", "node1": "node1"}
+    assert {text: first_host(text) for text in lists} == lists
+
+
+def train_as_srun_starts_it() -> tuple[list[str], list[tuple[float, float]]]:
+    """The ranks' own variables are torchrun's: exchange them for srun's."""
+    torchrun = {name: os.environ.pop(name) for name in (*LAUNCH_VARIABLES, "LOCAL_RANK")}
+    os.environ["MASTER_PORT"] = torchrun["MASTER_PORT"]  # free on this machine
+    os.environ |= {"SLURM_PROCID": torchrun["RANK"], "SLURM_NTASKS": "2", "SLURM_LOCALID": torchrun["LOCAL_RANK"]}
+    os.environ["SLURM_JOB_NODELIST"] = "localhost,node[2-3]"
+    state = small_state(tensor_model_parallel_size=2)
+    losses = train(state, text_loader(state), 2)
+    return sorted(os.environ.keys() & torchrun.keys()), losses
+
+
+def train_as_torchrun_starts_it() -> list[tuple[float, float]]:
+    state = small_state(tensor_model_parallel_size=2)
+    return train(state, text_loader(state), 2)
+
+
+def test_srun_starts_what_torchrun_does() -> None:
+    expected = run_ranks(2, train_as_torchrun_starts_it)[0]
+    assert run_ranks(2, train_as_srun_starts_it) == [(["MASTER_PORT"], expected)] * 2
+
+
+def test_what_nccl_is_told() -> None:
+    environment = minloop.fault_environment("/traces", timeout=timedelta(minutes=5))
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == "/traces/nccl_trace_rank_"
+    assert environment["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "360"

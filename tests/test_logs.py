@@ -1,0 +1,156 @@
+"""Logs: records under Megatron-LM's names, where they go, what a resumed run makes of them, and what is timed."""
+
+import json
+import logging
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_ranks
+from small import SEQUENCE_LENGTH, small_state, text_loader, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import minloop
+from minloop import timing
+
+RECORD: dict[str, float] = {
+    "iteration": 3, "consumed-samples": 24, "learning-rate": 1e-3, "batch-size": 8, "num-tokens": 240.0,
+    "lm loss": 5.25, "loss-scale": 1.0, "grad-norm": 2.5, "skipped-iterations": 0, "iteration-time": 0.25,
+    "throughput": 312.5,
+}  # fmt: skip
+
+
+def record(iteration: int, loss: float = 5.25) -> dict[str, float]:
+    return RECORD | {"iteration": iteration, "consumed-samples": 8 * iteration, "lm loss": loss}
+
+
+def test_the_line_is_megatron_lms(caplog: pytest.LogCaptureFixture):
+    lines: list[str] = []
+    minloop.console_sink(train_iters=9, write=lines.append)(RECORD)
+    date, line = lines[0].split("] ")
+    assert date.startswith(" [20")
+    assert line == (
+        "iteration        3/       9 | consumed samples:           24 | elapsed time per iteration (ms): 250.0 | "
+        "throughput per GPU (TFLOP/s/GPU): 312.5 | learning rate: 1.000000E-03 | global batch size:     8 | "
+        "lm loss: 5.250000E+00 | loss scale: 1.0 | grad norm: 2.500 | number of skipped iterations:   0 |"
+    )
+    with caplog.at_level(logging.INFO):
+        write = logging.getLogger("run").info
+        minloop.console_sink(train_iters=9, write=write)({"iteration": 3, "lm loss validation-a": 5.0})
+    assert caplog.messages == [" validation loss at iteration        3 | lm loss validation-a: 5.000000E+00 |"]
+
+
+def test_a_resumed_run_logs_every_iteration_once(tmp_path: Path):
+    path = tmp_path / "logs" / "run.jsonl"
+    first = minloop.jsonl_sink(path)
+    for iteration in range(1, 5):
+        first(record(iteration, loss=math.nan if iteration == 4 else 5.0))
+    with path.open("a") as file:
+        file.write('{"iteration": 5, "lm')  # killed while writing
+    second = minloop.jsonl_sink(path, iteration=2)
+    second(record(3, loss=4.0))
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["iteration"], r["lm loss"]) for r in records] == [(1, 5.0), (2, 5.0), (3, 4.0)]
+    assert all(r["time"] > 1.7e9 for r in records)
+    superseded = path.with_name("run.jsonl.superseded").read_text().splitlines()
+    assert [json.loads(line)["lm loss"] for line in superseded[:2]] == [5.0, None]
+    assert superseded[2:] == ['{"iteration": 5, "lm']
+
+    foreign = tmp_path / "foreign"
+    foreign.write_text("a diary\n")
+    with pytest.raises(ValueError, match="foreign, line 1 is no record"):
+        minloop.jsonl_sink(foreign)
+    assert foreign.read_text() == "a diary\n"
+
+
+def test_tensorboard_has_megatron_lms_tags(tmp_path: Path):
+    sink = minloop.tensorboard_sink(tmp_path)
+    sink(record(1))
+    sink(record(2, loss=5.0) | {"lm loss validation-a": 4.5})
+    events = EventAccumulator(str(tmp_path)).Reload()  # while the run goes on
+    per_sample = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "skipped-iterations",
+                  "lm loss validation-a"}  # fmt: skip
+    expected = per_sample | {f"{name} vs samples" for name in per_sample} | {"iteration-time", "throughput"}
+    tags: Any = events.Tags()["scalars"]
+    assert set(tags) == expected
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(1, 5.25), (2, 5.0)]
+    assert [event.step for event in events.Scalars("lm loss vs samples")] == [8, 16]
+    missing = mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None})
+    with missing, pytest.raises(RuntimeError, match=r"pip install minloop\[logs\]"):
+        minloop.tensorboard_sink(tmp_path)
+
+
+def test_weights_and_biases_gets_the_iteration_as_step():
+    run = mock.Mock()
+    minloop.wandb_sink(run)(RECORD)
+    values, step = run.log.call_args.args[0], run.log.call_args.kwargs["step"]
+    assert step == 3
+    assert values == {name: value for name, value in RECORD.items() if name != "iteration"}
+
+
+def test_a_bar_is_drawn_on_a_terminal_only(capsys: pytest.CaptureFixture[str]):
+    for terminal in (False, True):
+        stderr = mock.patch.object(sys.stderr, "isatty", return_value=terminal)
+        with stderr, minloop.progress_bar(train_iters=9) as sink:
+            sink(RECORD)
+        said = capsys.readouterr().err
+        assert ("3/9" in said and "lm loss 5.25" in said) if terminal else not said
+
+
+def timed() -> tuple[dict[str, float], dict[str, float], int]:
+    state = small_state(tensor_model_parallel_size=2)
+    loader = text_loader(state)
+    timer = minloop.StepTimer(state, sequence_length=SEQUENCE_LENGTH, flops_per_token=1e6, peak_tflops=2.0)
+    with pytest.raises(RuntimeError, match="no step was taken"):
+        timer.lap()
+    with mock.patch.object(timing, "from_all_ranks", wraps=timing.from_all_ranks) as gather:
+        train(state, loader, 2)
+        calls = gather.call_count
+        with timer.paused():
+            timing.time.sleep(1.0)
+        lap = timer.lap()
+    train(state, loader, 1)
+    metrics = minloop.train_step(state, loader, num_microbatches=4, empty_unused_memory_level=2)
+    step = minloop.step_record(state, metrics)
+    assert step["lm loss"] == metrics.loss.item()
+    assert metrics.grad_norm is not None
+    assert step["grad-norm"] == metrics.grad_norm.item()
+    assert (step["iteration"], step["consumed-samples"], step["num-tokens"]) == (4, 32, metrics.num_tokens.item())
+    minloop.shutdown_distributed()
+    return lap, step, calls
+
+
+def test_time_is_that_of_the_steps_between_laps():
+    (lap, step, calls), (other, _, _) = run_ranks(2, timed)
+    assert calls == 0, "a step that is not logged gathers nothing"
+    assert lap == other
+    assert 0 < lap["iteration-time min"] <= lap["iteration-time median"] <= lap["iteration-time max"]
+    assert lap["iteration-time"] == lap["iteration-time max"] < 0.5, "the pause counted"
+    assert lap["tokens-per-second"] == pytest.approx(8 * SEQUENCE_LENGTH / lap["iteration-time"])
+    assert lap["tokens-per-second/gpu"] == lap["tokens-per-second"] / 2
+    assert lap["throughput"] == pytest.approx(lap["tokens-per-second/gpu"] * 1e6 / 1e12)
+    assert lap["mfu"] == lap["throughput"] / 2
+    assert lap["mem-rss-bytes"] > 2**27
+    assert "power/gpu" not in lap, "there is no GPU"
+    assert " | lm loss: " in minloop.record_line(step | lap, train_iters=9)
+
+
+def test_energy_is_what_nvml_counts():
+    nvml: Any = ModuleType("pynvml")
+    nvml.NVMLError, nvml.nvmlInit = OSError, lambda: None
+    nvml.nvmlDeviceGetHandleByUUID = {"GPU-12-ab": 7}.__getitem__
+    nvml.nvmlDeviceGetTotalEnergyConsumption = {7: 4500}.__getitem__
+    with (
+        mock.patch.dict(sys.modules, {"pynvml": nvml}),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(uuid="12-ab")),
+    ):
+        assert timing._energy_meter()() == 4.5
+        nvml.nvmlDeviceGetTotalEnergyConsumption = mock.Mock(side_effect=OSError("not supported"))
+        assert timing._energy_meter()() == 0.0

@@ -1,0 +1,71 @@
+"""examples/long_run.py, killed under torchrun: it ends with the same bits; how a dead and a hanging rank end a run."""
+
+import importlib
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from small import small_state, text_loader, train
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks and examples are no part of the package
+
+from benchmarks.long_run_kills import LongRun, disturb, survive, wait_until
+
+BOUND = 30.0  # seconds in which all ranks end once one has died
+
+OPTIONS: dict[str, Any] = {"train_iters": 40, "num_files": 40, "save_interval": 5, "eval_interval": 10}
+
+
+def undisturbed(directory: str) -> int:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    return importlib.import_module("long_run").main(directory=directory, **OPTIONS)
+
+
+def test_killed_twice_it_ends_with_the_same_bits(tmp_path: Path) -> None:
+    plain, killed = LongRun(tmp_path / "plain"), LongRun(tmp_path / "killed", **OPTIONS)
+    assert run_ranks(2, undisturbed, str(plain.folder)) == [40, 40]
+
+    process = killed.start(max_restarts=1)
+    wait_until(killed.trains)
+    ranks = killed.alive()
+    disturb(killed, "all ranks")  # torchrun starts them again, from the newest checkpoint
+    wait_until(partial(killed.trains, without=ranks))
+    begin = time.monotonic()
+    killed.alive()[1].kill()  # now all ends, the cause on top
+    assert process.wait(BOUND) == 1
+    assert time.monotonic() - begin < BOUND
+    output = (killed.folder / "output").read_text()
+    report = output[output.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1" in report
+    assert "exitcode  : -9" in report
+
+    killed.process = None
+    survive(killed, [])
+    records, weights = killed.outcome()
+    expected, weights_expected = plain.outcome()
+    assert records == expected
+    assert len(records) == 44
+    assert weights == weights_expected
+
+
+def hang() -> None:
+    state = small_state(init={"timeout": timedelta(seconds=2)}, tensor_model_parallel_size=2)
+    loader = text_loader(state)
+    train(state, loader, 1)
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    train(state, loader, 1)
+
+
+def test_a_rank_that_hangs_ends_the_run_at_its_time_out() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 0 failed first: .*Timed out waiting 2000ms") as error:
+        run_ranks(2, hang)
+    assert time.monotonic() - begin < BOUND
+    assert "killed while still running: rank 1" in str(error.value)
