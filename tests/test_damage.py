@@ -6,10 +6,12 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from ranks import run_ranks
 from small import small_state
 
 import minloop
+from minloop.checkpoint.extra_state import letting_checked_states_in
 
 LAYOUT: dict[str, Any] = {"num_layers": 2, "tensor_model_parallel_size": 2}
 TENSOR = "output_layer.weight"
@@ -267,3 +270,16 @@ def test_nothing_in_a_folder_is_executed(saved: Path, tmp_path: Path) -> None:
             minloop.describe_checkpoint(path)
         assert minloop.verify_checkpoint(path)
     assert not marker.exists()
+
+
+def test_checked_extra_states_pass_transformer_engines_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses every pickle, and delayed FP8 scales are one; those that arrive there have been checked."""
+
+    def refuse(*_: Any) -> bool:
+        raise RuntimeError("refusing to load pickled extra state")
+
+    module = SimpleNamespace(should_load_extra_state_pickle=refuse)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", module)  # pyright: ignore[reportArgumentType]
+    with letting_checked_states_in():
+        assert module.should_load_extra_state_pickle(b"", "")
+    assert module.should_load_extra_state_pickle is refuse

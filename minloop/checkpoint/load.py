@@ -9,11 +9,12 @@ import torch
 from minloop.checkpoint import content, megatron_lm
 from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.directory import open_checkpoint
+from minloop.checkpoint.extra_state import EXTRA_STATE, letting_checked_states_in
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, adapt_template, adapt_weights, load_optimizer
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.run_config import differing_fields
 from minloop.checkpoint.save import Loaders, Positioned, named_loaders
-from minloop.checkpoint.tensors import EXTRA_STATE, read_tensors
+from minloop.checkpoint.tensors import read_tensors
 from minloop.data_parallel import gathered_parameters
 from minloop.messages import say_once
 from minloop.state import TrainState
@@ -84,7 +85,7 @@ def content_metadata(opened: SavedCheckpoint, state: TrainState) -> dict[str, An
 
 def put_into_models(state: TrainState, loaded: dict[str, Any]) -> None:
     """Hand each chunk its part of what was read; every rank calls it."""
-    with agreed():
+    with agreed(), letting_checked_states_in():
         for key, model in zip(content.model_keys(state), content.unwrapped_models(state), strict=True):
             missing, unexpected = model.load_state_dict(loaded[key], strict=False)
             wrong = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]

@@ -1,7 +1,5 @@
 """Reading a checkpoint's tensors into the places a template names, with one answer on every rank."""
 
-import io
-import pickle
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -17,15 +15,12 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.safe_globals import SafeUnpickler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from minloop.checkpoint.agreement import agreed
-from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain, read_safely
+from minloop.checkpoint.extra_state import EXTRA_STATE, check_extra_states
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_safely
 from minloop.messages import without_warnings
-
-EXTRA_STATE = "_extra_state"
-"""Ends the keys of what layers save beside weights (Transformer Engine's scaling factors), which not all layers do."""
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -71,7 +66,7 @@ def read_tensors(
         loaded = cast("tuple[dict[str, Any], set[str], set[str]]", answer)[0]
         for key, content in loaded.items():
             if key.startswith("model"):
-                _check_extra_states(saved, content)
+                check_extra_states(saved, content)
     return loaded
 
 
@@ -142,18 +137,3 @@ class _KeepingStrategy(TorchDistLoadShardedStrategy):
             own[common] = tensor[common]
             tensor.copy_(own)
         return loaded
-
-
-def _check_extra_states(saved: SavedCheckpoint, content: dict[str, Any]) -> None:
-    """Refuse layers' extra state that is more than plain data: Transformer Engine unpickles it without restriction."""
-    for name, value in content.items():
-        if not name.endswith(EXTRA_STATE):
-            continue
-        if isinstance(value, io.BytesIO):
-            load_plain(value, saved.path / name)
-            value.seek(0)
-        elif isinstance(value, torch.Tensor) and value.numel():
-            try:
-                SafeUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
-            except pickle.UnpicklingError as error:
-                raise CheckpointError(f"{saved.path}: {name} is refused ({error}); nothing of it was run") from error

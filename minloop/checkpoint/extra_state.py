@@ -1,0 +1,48 @@
+"""What layers save beside weights, Transformer Engine's delayed FP8 scales: checked here, and then let in."""
+
+import contextlib
+import io
+import pickle
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from megatron.core.safe_globals import SafeUnpickler
+
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain
+
+EXTRA_STATE = "_extra_state"
+"""Ends the keys of it. Not all layers have some."""
+
+_GATE = "should_load_extra_state_pickle"
+_GUARDED = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.ops.op")
+
+
+def check_extra_states(saved: SavedCheckpoint, content: dict[str, Any]) -> None:
+    """Refuse layers' extra state that is more than plain data, with a CheckpointError; nothing of it is executed."""
+    for name, value in content.items():
+        if not name.endswith(EXTRA_STATE):
+            continue
+        if isinstance(value, io.BytesIO):
+            load_plain(value, saved.path / name)
+            value.seek(0)
+        elif isinstance(value, torch.Tensor) and value.numel():
+            try:
+                SafeUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
+            except pickle.UnpicklingError as error:
+                raise CheckpointError(f"{saved.path}: {name} is refused ({error}); nothing of it was run") from error
+
+
+@contextlib.contextmanager
+def letting_checked_states_in() -> Generator[None]:
+    """While inside, Transformer Engine unpickles the extra state it is given: what `check_extra_states` let pass.
+
+    By itself it refuses any pickle, and delayed scales are one, unless an environment variable trusts them all.
+    """
+    with contextlib.ExitStack() as undo:
+        for module in (sys.modules.get(name) for name in _GUARDED):
+            if (gate := getattr(module, _GATE, None)) is not None:
+                undo.callback(setattr, module, _GATE, gate)
+                setattr(module, _GATE, lambda *_: True)
+        yield
