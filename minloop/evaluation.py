@@ -1,7 +1,8 @@
 """Evaluation beside training, over several sets of data."""
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 
 from minloop.data import Batch
 from minloop.losses import Report, reduce_reports
-from minloop.microbatches import Microbatches
+from minloop.microbatches import Microbatches, require_iterator
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState
-from minloop.step import evaluating, gpt_forward_step, require_iterator
+from minloop.step import evaluating, gpt_forward_step
 
 
 @dataclass(frozen=True)
@@ -55,39 +56,61 @@ def evaluate(
     Args:
         loaders: by name; each with its own batch shape, if need be.
         num_microbatches: of one iteration, per data parallel rank.
-        eval_iters: iterations; one number, or one for each set.
+        eval_iters: iterations; one number, or one for each set. A `Loader` that wraps begins anew where the set is
+            shorter, and counts its samples again.
         bytes_per_token: bytes of the set's text divided by its tokens; one number, or one for each set.
         forward_step, micro_batch_size, seq_length: as in `train_step`.
     Raises:
-        ValueError: a set that `eval_iters` or `bytes_per_token` lacks; and as `train_step`.
+        ValueError: a set that `eval_iters` or `bytes_per_token` lacks, or for which it is not positive; and as
+            `train_step`.
         TypeError: a loader is a list or the like, which would begin anew at every iteration.
         RuntimeError: the data ended before.
     """
     results: dict[str, Evaluation] = {}
+    iters = {name: _of_set("eval_iters", eval_iters, name) for name in loaders}
+    ratios = {} if bytes_per_token is None else {n: _of_set("bytes_per_token", bytes_per_token, n) for n in loaders}
     with evaluating(state), torch.no_grad():
         for name, loader in loaders.items():
             require_iterator(loader)
-            positioned: Any = loader if hasattr(loader, "load_state_dict") else None
-            position = None if positioned is None else positioned.state_dict()
             reports: list[Report] = []
             num_samples = 0
-            for _ in range(_of_set("eval_iters", eval_iters, name)):
-                batches = Microbatches(loader, num_microbatches, micro_batch_size, seq_length)
-                reports += forward_backward(state, batches, forward_step, forward_only=True)
-                num_samples += batches.micro_batch_size * num_microbatches * state.groups.dp.size()
-            if positioned is not None:
-                positioned.load_state_dict(position)
-            ratio = None if bytes_per_token is None else _of_set("bytes_per_token", bytes_per_token, name)
-            results[name] = _evaluation(*reduce_reports(state, reports, forward_step), num_samples, ratio)
+            with _said_of(name), _put_back(loader):
+                for _ in range(iters[name]):
+                    batches = Microbatches(loader, num_microbatches, micro_batch_size, seq_length)
+                    reports += forward_backward(state, batches, forward_step, forward_only=True)
+                    num_samples += batches.micro_batch_size * num_microbatches * state.groups.dp.size()
+            results[name] = _evaluation(*reduce_reports(state, reports, forward_step), num_samples, ratios.get(name))
     return results
 
 
-def _of_set[T](field: str, value: T | Mapping[str, T], name: str) -> T:
-    if not isinstance(value, Mapping):
-        return value
-    if name not in value:
-        raise ValueError(f"{field} has {', '.join(value)}, but not {name!r}: give one number, or one for each set")
-    return value[name]
+def _of_set[T: float](field: str, value: T | Mapping[str, T], name: str) -> T:
+    if isinstance(value, Mapping):
+        if name not in value:
+            raise ValueError(f"{field} has {', '.join(value)}, but not {name!r}: give one number, or one for each set")
+        value = value[name]
+    if not value > 0:
+        raise ValueError(f"{field} ({value}) of {name!r} must be positive")
+    return value
+
+
+@contextlib.contextmanager
+def _said_of(name: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"It is the set {name!r} that was evaluated.")
+        raise
+
+
+@contextlib.contextmanager
+def _put_back(loader: Any) -> Generator[None]:
+    """Leave a loader that knows its position where it stood, whatever happens."""
+    position = loader.state_dict() if hasattr(loader, "load_state_dict") else None
+    try:
+        yield
+    finally:
+        if position is not None:
+            loader.load_state_dict(position)
 
 
 def _evaluation(

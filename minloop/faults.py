@@ -8,7 +8,6 @@ the run there from its last checkpoint: the same data come in the same order.
 
 import logging
 import math
-import socket
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from minloop.checkpoint.background import wait_for_pending
 from minloop.checkpoint.content import restore_rng_state, rng_streams
 from minloop.checkpoint.save import Loaders
 from minloop.everyone import from_all_ranks, over_all_ranks
+from minloop.fault_places import any_wrong_gradient, look
 from minloop.messages import logger
 from minloop.microbatches import Microbatches
 from minloop.state import TrainState
@@ -75,13 +75,15 @@ class FaultGuard:
     """Looks at each step's losses and gradients before the weights change: ``train_step(..., guard=guard)``.
 
     All ranks decide alike. It costs a pass over the gradients, one small reduction and a wait for the GPU per step.
-    fp16's gradients are left to its loss scaler. Give it to `save_checkpoint` beside the loader, ``{"train": loader,
-    "guard": guard}``, and its memory, losses for `loss_spike` and the iterations to skip, is that of the run.
+    fp16's gradients are left to its loss scaler. A gradient that ranks have summed is wrong on all of them. Give the
+    guard to `save_checkpoint` beside the loader, ``{"train": loader, "guard": guard}``, and its memory, losses for
+    `loss_spike` and the iterations to skip, is that of the run.
 
     Args:
         on_fault: "raise" a `FaultError`, after which `roll_back` can go back to a checkpoint; or "skip" the update,
             which is logged: the step then counts in ``state.skipped_iterations``.
-        loss_spike: a loss of more than this many times the median of the last `window` steps is a fault, too.
+        loss_spike: a loss of more than this many times the median of the last `window` steps is a fault, too, where
+            that median is positive.
         rerun: compute a faulty step again from the same data and random streams: if the fault is gone, it was the
             device's, which is logged as an error, and training goes on with the second result. Not with
             cuda_graph_impl="full_iteration".
@@ -98,8 +100,10 @@ class FaultGuard:
                 f'on_fault {on_fault!r} is neither "raise" nor "skip"; to go back to a checkpoint use "raise", catch '
                 "FaultError and call guard.roll_back(error, checkpoints, state, loader)"
             )
-        if loss_spike is not None and loss_spike <= 1:
+        if loss_spike is not None and not loss_spike > 1:
             raise ValueError(f"loss_spike ({loss_spike}) must be more than 1: it is a multiple of the median loss")
+        if window < 1:
+            raise ValueError(f"window ({window}) must be positive: the median is of so many losses")
         self.on_fault, self.loss_spike, self.rerun = on_fault, loss_spike, rerun
         self.iterations_to_skip: set[int] = set()
         self.transient_faults: list[int] = []
@@ -118,11 +122,14 @@ class FaultGuard:
             )
         iteration = state.iteration + 1
         streams = rng_streams() if self.rerun else {}
+        put_back = _remember_buffers(state)
         computed = compute()
         if iteration in self.iterations_to_skip:
+            put_back()
             return computed, False
         if (fault := self._find(state, batches, computed)) is None:
             return computed, True
+        put_back()
         explanation = "No weight has changed."
         if self.rerun:
             restore_rng_state(streams)
@@ -131,6 +138,7 @@ class FaultGuard:
                 self.transient_faults.append(iteration)
                 _say(f"{fault}. Computed again it came out well: a transient fault of a device", logging.ERROR)
                 return computed, True
+            put_back()
             explanation += " Computed again it came out so again: the data, the model, or a device that always errs."
         if self.on_fault == "skip":
             _say(f"{fault}. {explanation} The step is skipped", logging.WARNING)
@@ -142,13 +150,16 @@ class FaultGuard:
     ) -> Path:
         """Load the newest checkpoint and train again from there, but for the step of `error`; every rank calls it.
 
-        What reads ahead of `loader`, such as `prefetch_to_device`, is to be made anew.
+        What reads ahead of `loader` without being it, a `StepTimer` and a `jsonl_sink` are to be made anew.
 
         Args:
             checkpoints, loader: as in `load_checkpoint`; without this guard, which keeps its memory.
             limit: so many times in a run; then it raises `error`.
         Returns:
             The checkpoint loaded.
+        Raises:
+            FaultError: `error`, after `limit` times.
+            FileNotFoundError: there is no checkpoint yet.
         """
         wait_for_pending()
         if len(self.iterations_to_skip) >= limit:
@@ -170,7 +181,7 @@ class FaultGuard:
 
     def _find(self, state: TrainState, batches: Microbatches, computed: Computed) -> Fault | None:
         losses = torch.stack([*computed.losses.values()])
-        mine = [~losses.isfinite().all(), _any_wrong_gradient(state), losses[0].nan_to_num(0.0, 0.0, 0.0)]
+        mine = [~losses.isfinite().all(), any_wrong_gradient(state), losses[0].nan_to_num(0.0, 0.0, 0.0)]
         # Copies of one loss may differ by the very fault that is looked for: the largest is that of all ranks.
         agreed = over_all_ranks(torch.stack([value.double() for value in mine]), state.groups)
         wrong_loss, wrong_gradient, loss = agreed.tolist()
@@ -178,7 +189,7 @@ class FaultGuard:
             self._losses.append(loss)
             return None
         kind = "loss" if wrong_loss else "gradient" if wrong_gradient else "spike"
-        found = from_all_ranks(_look(kind, state, batches, computed), state.groups)
+        found = from_all_ranks(look(kind, state, batches, computed), state.groups)
         if kind == "spike":
             found = [max(found, key=lambda entry: entry[2])]
         places, parameters, _, own_losses = zip(*found, strict=True)
@@ -195,44 +206,19 @@ class FaultGuard:
     def _leaps(self, loss: float) -> bool:
         if self.loss_spike is None or len(self._losses) < (self._losses.maxlen or 0):
             return False
-        return loss > self.loss_spike * statistics.median(self._losses)
+        return loss > self.loss_spike * statistics.median(self._losses) > 0
 
 
-def _any_wrong_gradient(state: TrainState) -> torch.Tensor:
-    """Whether this rank holds a gradient that is not finite, 0-d bool; any such element shows in a buffer's sum."""
-    chunks: list[Any] = [*state.chunks]
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    gradients = [gradient for buffer in buffers for gradient in (buffer.grad_data, *buffer.extra_main_grads)]
-    if state.config.fp16 or not gradients:
-        return torch.zeros((), dtype=torch.bool, device=torch.cuda.current_device())
-    return ~torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients]).isfinite().all()
+def _remember_buffers(state: TrainState) -> Callable[[], None]:
+    """Return a function that puts back what a step changes with its gradients alone, such as the experts' bias."""
+    modules: list[Any] = [chunk.module for chunk in state.chunks]
+    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
 
+    def put_back() -> None:
+        for buffer, value in before:
+            buffer.copy_(value)
 
-def _look(
-    kind: str, state: TrainState, batches: Microbatches, computed: Computed
-) -> tuple[list[str], list[str], float, float]:
-    """Where this rank has the fault: places, parameters, its largest loss of a microbatch, one that is not finite."""
-    loss = min((float(loss) for loss in computed.losses.values()), key=math.isfinite)
-    here = f"rank {dist.get_rank()} on {socket.gethostname()}"
-    if kind == "gradient":
-        named: list[Any] = [pair for chunk in state.chunks for pair in chunk.module.named_parameters()]
-        wrong = [name for name, parameter in named if not parameter.main_grad.isfinite().all()]
-        return ([here] if wrong else []), wrong[:3], 0.0, loss
-    means = [float(value[0] / value[1].clamp(min=1)) for report in computed.reports for value in [*report.values()][:1]]
-    indices = [index for index, mean in enumerate(means) if not math.isfinite(mean)]
-    if kind == "spike":
-        indices = [means.index(max(means))] if means else []
-    places = [f"{here}, microbatch {index} ({_samples(state, batches, index)})" for index in indices]
-    return places, [], max(means, default=-math.inf), loss
-
-
-def _samples(state: TrainState, batches: Microbatches, microbatch: int) -> str:
-    """The samples of a microbatch: the batch's own "sample_ids", or the places in the order of minloop's loaders."""
-    if (ids := batches.take()[microbatch].get("sample_ids")) is not None:
-        return f"sample_ids {ids.tolist()}"
-    size, dp = batches.micro_batch_size, state.groups.dp
-    first = state.consumed_samples + (microbatch * dp.size() + dp.rank()) * size
-    return f"samples {first} to {first + size - 1} of the run"
+    return put_back
 
 
 def _say(message: str, level: int) -> None:

@@ -39,18 +39,17 @@ def inject_fault(
         output, loss_function = forward_step(data, model)
         if state.iteration + 1 != iteration or dist.get_rank() != rank or left <= 0 or not output.requires_grad:
             return output, loss_function
-        left -= 1
         if where == "gradient":
+            left -= 1
             output.register_hook(lambda gradient: gradient * factor)
             return output, loss_function
-        return output, partial(_multiplied, loss_function, factor)
+        return output, partial(multiplied, loss_function)
+
+    def multiplied(loss_function: LossFunction, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Report]:
+        nonlocal left
+        left -= 1  # here, as chunks of the model that have no loss take part in the step, too
+        total, tokens, report = loss_function(output)
+        scale = torch.tensor([factor, 1.0], device=output.device)
+        return total * factor, tokens, {name: value * scale for name, value in report.items()}
 
     return step
-
-
-def _multiplied(
-    loss_function: LossFunction, factor: float, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, Report]:
-    total, tokens, report = loss_function(output)
-    scale = torch.tensor([factor, 1.0], device=output.device)
-    return total * factor, tokens, {name: value * scale for name, value in report.items()}

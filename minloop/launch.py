@@ -26,12 +26,14 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     computed from the job's and the step's number. MASTER_ADDR and MASTER_PORT, where set, decide.
 
     Raises:
-        RuntimeError: torchrun's variables are there in part, or srun's name no machine.
+        RuntimeError: torchrun's variables are there in part, srun's name no machine, or one that is to be a number is
+            none, or the rank not below the number of ranks.
     """
     present = [name for name in LAUNCH_VARIABLES if name in environment]
     if len(present) == len(LAUNCH_VARIABLES):
-        rank, world_size, address, port = (environment[name] for name in LAUNCH_VARIABLES)
-        return Launch(int(rank), int(world_size), int(environment.get("LOCAL_RANK", "0")), address, int(port))
+        rank, world_size = _rank_of(environment, "RANK", "WORLD_SIZE")
+        port, local_rank = _integer(environment, "MASTER_PORT"), _integer(environment, "LOCAL_RANK")
+        return Launch(rank, world_size, local_rank, environment["MASTER_ADDR"], port)
     if "RANK" not in present and all(name in environment for name in SLURM_VARIABLES):
         return _of_srun(environment)
     if present:
@@ -44,7 +46,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _of_srun(environment: Mapping[str, str]) -> Launch | None:
-    rank, world_size = (int(environment[name]) for name in SLURM_VARIABLES)
+    rank, world_size = _rank_of(environment, *SLURM_VARIABLES)
     if world_size == 1 and "MASTER_ADDR" not in environment:
         return None
     hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
@@ -54,11 +56,28 @@ def _of_srun(environment: Mapping[str, str]) -> Launch | None:
             f"SLURM_PROCID is {rank} of SLURM_NTASKS {world_size}, but neither SLURM_JOB_NODELIST nor MASTER_ADDR "
             "names the machine of rank 0: start the script with srun, or set MASTER_ADDR"
         )
-    job, step = (int(environment.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    port = int(environment.get("MASTER_PORT") or 20_000 + (job * 8 + step) % 10_000)
+    job, step = (_integer(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = _integer(environment, "MASTER_PORT") or 20_000 + (job * 8 + step) % 10_000
     # --gpus-per-task=1 shows each task its own GPU alone, as device 0
     alone = environment.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0
-    return Launch(rank, world_size, 0 if alone else int(environment.get("SLURM_LOCALID", "0")), address, port)
+    return Launch(rank, world_size, 0 if alone else _integer(environment, "SLURM_LOCALID"), address, port)
+
+
+def _rank_of(environment: Mapping[str, str], rank_name: str, world_name: str) -> tuple[int, int]:
+    rank, world_size = _integer(environment, rank_name), _integer(environment, world_name)
+    if not 0 <= rank < world_size:
+        raise RuntimeError(
+            f"{rank_name} is {rank} and {world_name} {world_size}: ranks are numbered from 0; start the script with "
+            "torchrun or srun"
+        )
+    return rank, world_size
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "0")
+    if not text.isdecimal():
+        raise RuntimeError(f"{name} is {text!r}, and is to be a number: start the script with torchrun or srun")
+    return int(text)
 
 
 def first_host(nodelist: str) -> str:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from minloop.metrics import OF_THE_MACHINE, OF_THE_RUN, Record, record_line
 Sink = Callable[[Record], None]
 
 
-def console_sink(*, train_iters: int, write: Callable[[str], object] = print) -> Sink:
+_print = partial(print, flush=True)  # a killed run's last lines are to be in its file
+
+
+def console_sink(*, train_iters: int, write: Callable[[str], object] = _print) -> Sink:
     """Return a sink that writes one line in Megatron-LM's form.
 
     Args:
         train_iters: iterations of the whole run.
-        write: takes the line: `print`, or such as ``logging.getLogger("run").info``.
+        write: takes the line: `print`, at once also into a file, or such as ``logging.getLogger("run").info``.
     """
 
     def sink(record: Record) -> None:
@@ -53,7 +57,7 @@ def jsonl_sink(path: str | os.PathLike[str], *, iteration: int = 0) -> Sink:
     def sink(record: Record) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in record.items()}
         with path.open("a") as file:
-            file.write(json.dumps({"time": time.time(), **values}) + "\n")
+            file.write(json.dumps({"time": time.time(), **values}, default=float) + "\n")
 
     return sink
 

@@ -45,8 +45,9 @@ def build_scheduler(
         weight_decay_incr_style: "constant", or "linear" or "cosine" from `start_weight_decay` to `end_weight_decay`.
         lr_wsd_decay_style: "linear", "cosine", "exponential" or "minus_sqrt".
     Raises:
-        ValueError: a length that is missing or given twice, a warm-up that is not shorter than the decay, an unknown
-            style, WSD without the length of its decay, a minimum above the maximum, or an `OptimizerConfig` without lr.
+        ValueError: a length that is missing, given twice or not positive, a warm-up that is not shorter than the decay,
+            an unknown style, WSD without the length of its decay, a minimum above the maximum, or an `OptimizerConfig`
+            without lr.
     """
     config: OptimizerConfig = optimizer.config
     train = _in_samples("train", train_iters, train_samples, global_batch_size)
@@ -71,11 +72,15 @@ def build_scheduler(
 
 
 def _in_samples(name: str, iters: int | None, samples: int | None, global_batch_size: int | None) -> int | None:
+    given, unit = (samples, "samples") if iters is None else (iters, "iters")
+    least = 0 if name == "lr_warmup" else 1
+    if given is not None and given < least:
+        raise ValueError(f"{name}_{unit} ({given}) must be at least {least}")
     if iters is None:
         return samples
     if samples is not None:
         raise ValueError(f"{name}_iters ({iters}) and {name}_samples ({samples}) are both given: give one of them")
-    if global_batch_size is None:
+    if not global_batch_size:
         raise ValueError(
             f"{name}_iters ({iters}) without global_batch_size, the samples of an iteration: give it, or {name}_samples"
         )

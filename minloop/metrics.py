@@ -76,13 +76,14 @@ def record_line(record: Record, *, train_iters: int) -> str:
     """Return a record as one line in Megatron-LM's form, which log parsers know.
 
     Args:
-        record: of a step, with the numbers of `StepTimer.lap` or without; or of an evaluation.
+        record: of a step, with the numbers of `StepTimer.lap` or without; of an evaluation; or one of your own.
         train_iters: iterations of the whole run.
     """
     iteration = f"{int(record['iteration']):8d}"
     if "learning-rate" not in record:
         values = [f"{name}: {value:.6E}" for name, value in record.items() if name not in OF_THE_RUN]
-        return f" validation loss at iteration {iteration} | " + " | ".join(values) + " |"
+        title = "validation loss at " if any(" validation-" in name for name in record) else ""
+        return f" {title}iteration {iteration} | " + " | ".join(values) + " |"
     named = {*BEFORE_LOSSES, *AFTER_LOSSES, *OF_THE_RUN, *OF_THE_MACHINE}
     losses = {name: value for name, value in record.items() if name not in named}
     parts = [f"iteration {iteration}/{train_iters:8d}", f"consumed samples: {int(record['consumed-samples']):12d}"]

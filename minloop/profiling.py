@@ -39,8 +39,10 @@ def profiled_steps(
         steps: of which iterations, by the value that `state.iteration` has before the step: ``range(10, 12)``.
         ranks: global ranks to be profiled.
     Raises:
-        ValueError: tool="nsys" without a GPU.
+        ValueError: an unknown tool, or tool="nsys" without a GPU.
     """
+    if tool not in ("torch", "nsys"):
+        raise ValueError(f"tool {tool!r} is neither 'torch' nor 'nsys'")
     if tool == "nsys" and not torch.cuda.is_available():
         raise ValueError("tool='nsys' profiles a GPU, and there is none: use tool='torch'")
     rank, window, profiled = dist.get_rank(), contextlib.ExitStack(), False

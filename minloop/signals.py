@@ -16,6 +16,16 @@ from minloop.state import TrainState
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
+def pass_over_stop_signals(worker: int) -> None:
+    """Leave the signals to the rank: a `worker_init_fn` of DataLoader, whose workers end when their rank does.
+
+    torchrun and a terminal send a signal to all processes of a rank's group, Slurm to all of a task. A worker that died
+    of it would make the rank fail in the midst of the step after which it is to save.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class StopRequest:
     """Whether this run is to end after the step under way; from `stop_signals`.
 
@@ -70,7 +80,9 @@ def stop_signals(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Generator[
     installs nothing, for the durations alone. A rank that is waiting in a collective meets the request after it.
 
     torchrun passes SIGTERM and SIGINT on to the ranks, waits for 30 seconds and kills; SIGUSR1 ends torchrun itself
-    unless it is started with ``--signals-to-handle=SIGTERM,SIGINT,SIGUSR1``.
+    unless it is started with ``--signals-to-handle=SIGTERM,SIGINT,SIGUSR1``. It sends them to the processes that a rank
+    has started, too: workers of `Loader` pass over them, those of a DataLoader of your own end, and the rank with them,
+    unless they ignore them (its ``worker_init_fn``).
 
     Raises:
         RuntimeError: not in the main thread, where alone Python handles signals.

@@ -57,7 +57,10 @@ class StepTimer:
         _wait()
         steps, samples = self._state.iteration - self._iteration, self._state.consumed_samples - self._samples
         if steps < 1:
-            raise RuntimeError(f"no step was taken since the last lap, at iteration {self._iteration}")
+            raise RuntimeError(
+                f"no step was taken since the last lap, from iteration {self._iteration} to {self._state.iteration}: "
+                "call lap after a step, and make a new StepTimer when the run has gone back to a checkpoint"
+            )
         seconds = (time.perf_counter() - self._start) / steps
         joules = (self._energy() - self._start_joules) / steps
         ranks = from_all_ranks((seconds, joules, *_memory()), self._state.groups)

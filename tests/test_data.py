@@ -339,6 +339,11 @@ def test_write_indexed_errors_leave_nothing(tmp_path: Path):
         write_indexed(["A", "z"], tmp_path / "text", Narrow())
     with pytest.raises(ValueError, match="no document with a token"):
         write_indexed([""], tmp_path / "text", build_byte_tokenizer())
+    with pytest.raises(ValueError, match="each of its characters would be a document"):
+        write_indexed("text", tmp_path / "text", build_byte_tokenizer())
+    Narrow.eod = 100
+    with pytest.raises(ValueError, match="the tokenizer's end of document is 100"):
+        write_indexed(["A"], tmp_path / "text", Narrow())
     assert not list(tmp_path.iterdir())
     write_indexed(["old"], tmp_path / "text", build_byte_tokenizer())
     with pytest.raises(ValueError, match=r"text.idx exists: choose another output_prefix"):
@@ -389,9 +394,9 @@ def test_blend_errors(tmp_path: Path):
         write_indexed([f"document {index}" for index in range(20)], prefix, build_byte_tokenizer())
     missing = [prefixes[0], str(tmp_path / "c")]
     wrong: list[tuple[dict[str, Any], tuple[int | None, int, int], str]] = [
-        ({"blend": (prefixes, [1.0, -1.0])}, (4, 0, 0), r"must not be negative, nor all 0: \[1.0, -1.0\]"),
-        ({"blend": (prefixes, [0.0, 0.0])}, (4, 0, 0), "must not be negative, nor all 0"),
-        ({"blend": (prefixes, [1.0, math.nan])}, (4, 0, 0), "must not be negative, nor all 0"),
+        ({"blend": (prefixes, [1.0, -1.0])}, (4, 0, 0), r"must be positive: \[1.0, -1.0\]"),
+        ({"blend": (prefixes, [0.0, 1.0])}, (4, 0, 0), "must be positive"),
+        ({"blend": (prefixes, [1.0, math.nan])}, (4, 0, 0), "must be positive"),
         ({"blend": (prefixes, [3.0, 1.0])}, (None, 0, 0), "num_samples for train is None, but its blend has weights"),
         ({"blend": (missing, [1.0, 1.0])}, (4, 0, 0), "c.idx does not exist"),
         ({"blend_per_split": [None, (missing, None), None], "blend": None, "split": None}, (4, 4, 4), "c.idx does not"),
@@ -401,6 +406,8 @@ def test_blend_errors(tmp_path: Path):
             build_gpt_datasets(text_config(prefixes, **fields), sizes)
     with pytest.raises(ValueError, match="must be equal in number"):
         text_config(prefixes, blend=(prefixes, [1.0]))
+    with pytest.raises(ValueError, match=r"blend \('.*a', None\) is not \(\[prefix, ...\], None\)"):
+        text_config(prefixes, blend=(prefixes[0], None))
     with pytest.raises(ValueError, match="split must be provided"):
         text_config(prefixes, split=None)
 

@@ -65,6 +65,15 @@ def against_eval_steps() -> None:
     sets: Any = {"text": text_loader(state)}
     with pytest.raises(ValueError, match="eval_iters has a, but not 'text'"):
         minloop.evaluate(state, sets, num_microbatches=2, eval_iters={"a": 1})
+    wrong: list[dict[str, Any]] = [{"eval_iters": 0}, {"bytes_per_token": 0}]
+    for options in wrong:
+        with pytest.raises(ValueError, match=r"(eval_iters|bytes_per_token) \(0\) of 'text' must be positive"):
+            minloop.evaluate(state, sets, num_microbatches=2, **options)
+    short = minloop.build_loader(Text(4), state.groups, micro_batch_size=MICRO_BATCH_SIZE, wrap=False)
+    with pytest.raises(RuntimeError, match="the data ended") as error:
+        minloop.evaluate(state, {"short": short}, num_microbatches=2, eval_iters=2)
+    assert error.value.__notes__ == ["It is the set 'short' that was evaluated."]
+    assert short.consumed_samples == 0, "it was not put back"
     with pytest.raises(TypeError, match="list begins anew"):
         minloop.evaluate(state, {"text": [1]}, num_microbatches=2)  # pyright: ignore[reportArgumentType]  # as meant
     with pytest.raises(RuntimeError, match="the data ended"):

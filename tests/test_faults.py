@@ -17,8 +17,28 @@ COUNT = 2  # microbatches of 2 samples on each of 2 data parallel ranks
 
 
 def weights(state: minloop.TrainState) -> torch.Tensor:
+    """And buffers: the experts' bias changes with the gradients, and not with the update."""
     with minloop.gathered_parameters(state.chunks):
-        return torch.cat([p.detach().flatten().clone() for chunk in state.chunks for p in chunk.parameters()])
+        modules: list[Any] = [chunk.module for chunk in state.chunks]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+
+
+def partly_frozen(*args: Any, **options: Any) -> list[Any]:
+    chunks: list[Any] = minloop.build_gpt_model(*args, **options)
+    chunks[0].embedding.position_embeddings.weight.requires_grad = False
+    return chunks
+
+
+def with_second_loss(data: Any, model: Any) -> Any:
+    output, loss_function = minloop.gpt_forward_step(data, model)
+    other = torch.tensor([math.nan if dist.get_rank() == 1 else 1.0, 1.0])
+
+    def with_other(output: torch.Tensor) -> Any:
+        total, tokens, report = loss_function(output)
+        return total, tokens, {**report, "other": other}
+
+    return output, with_other
 
 
 def step(state: minloop.TrainState, loader: Any, guard: minloop.FaultGuard, **fault: Any) -> minloop.StepMetrics:
@@ -37,7 +57,11 @@ def caught(state: minloop.TrainState, loader: Any, guard: minloop.FaultGuard, **
 
 def train_with_faults(directory: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    state = small_state(ddp={"use_distributed_optimizer": True}, hidden_dropout=0.1)
+    state = small_state(
+        ddp={"use_distributed_optimizer": True}, hidden_dropout=0.1, build=partly_frozen, num_layers=2,
+        num_moe_experts=2, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01, add_bias_linear=False,
+    )  # fmt: skip
     loader = text_loader(state)
     plain = minloop.FaultGuard()
     step(state, loader, plain)
@@ -51,13 +75,16 @@ def train_with_faults(directory: str) -> dict[str, Any]:
 
     minloop.save_checkpoint(directory, state, loader)
     rerun = minloop.FaultGuard(rerun=True)
-    unharmed = step(state, loader, rerun).loss.item(), weights(state)
+    unharmed = step(state, loader, rerun).losses, weights(state)
     minloop.load_checkpoint(directory, state, loader)
     again = step(state, loader, rerun, iteration=3, rank=1, times=1)
     assert rerun.transient_faults == [3]
-    assert again.loss.item() == unharmed[0]
+    assert again.losses == unharmed[0]
+    assert again.losses.keys() == {"lm loss", "load_balancing_loss"}
     assert torch.equal(weights(state), unharmed[1])
     seen["persistent"] = str(caught(state, loader, rerun, iteration=4, rank=1, times=None))
+    with pytest.raises(minloop.FaultError, match=r"nan; on rank 1 on .*, microbatch 0 .*; rank 1 on .* 1 "):
+        minloop.train_step(state, loader, num_microbatches=COUNT, forward_step=with_second_loss, guard=plain)
     return seen
 
 
@@ -76,7 +103,10 @@ def test_a_fault_is_found_before_a_weight_changes(tmp_path: Path) -> None:
 
 def train_in_stages() -> list[str]:
     """A fault that one of two copies of the loss has, on the last of two stages."""
-    state = small_state(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    state = small_state(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+    )  # fmt: skip
     loader, guard = text_loader(state), minloop.FaultGuard(loss_spike=2.0, window=1)
     step(state, loader, guard)
     faults: list[dict[str, Any]] = [
@@ -99,10 +129,11 @@ def test_all_stages_learn_of_it() -> None:
 
 def roll_back(directory: str) -> tuple[list[float], list[int], str]:
     """Spike in iteration 5 of 6, checkpoint at 3; returns the losses of the last steps."""
-    state = small_state()
+    state = small_state(scheduler={"train_iters": 9, "lr_warmup_iters": 1})
     loader = text_loader(state)
     guard = minloop.FaultGuard(loss_spike=3.0, window=2)
     losses: dict[int, float] = {}
+    rates: dict[int, float] = {}
     seen = ""
     while state.iteration < 6:
         try:
@@ -110,7 +141,9 @@ def roll_back(directory: str) -> tuple[list[float], list[int], str]:
         except minloop.FaultError as error:
             seen = f"{guard.roll_back(error, directory, state, loader).name}: {error}"
             continue
-        losses[state.iteration] = metrics.loss.item()
+        # what is trained a second time is trained as the first time, from its own place in the schedule
+        assert losses.setdefault(state.iteration, metrics.loss.item()) == metrics.loss.item()
+        assert rates.setdefault(state.iteration, metrics.learning_rate) == metrics.learning_rate
         if state.iteration == 3:
             minloop.save_checkpoint(directory, state, {"train": loader, "guard": guard})
     other = minloop.FaultGuard(loss_spike=3.0, window=2)
@@ -153,3 +186,5 @@ def test_policies_that_make_no_sense_are_refused() -> None:
         minloop.FaultGuard("rollback")  # pyright: ignore[reportArgumentType]  # the mistake to be answered
     with pytest.raises(ValueError, match=r"loss_spike \(0.5\) must be more than 1"):
         minloop.FaultGuard(loss_spike=0.5)
+    with pytest.raises(ValueError, match=r"window \(0\) must be positive"):
+        minloop.FaultGuard(window=0)

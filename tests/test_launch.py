@@ -31,6 +31,9 @@ def test_who_a_process_is() -> None:
         find_launch({"RANK": "0"})
     with pytest.raises(RuntimeError, match="neither SLURM_JOB_NODELIST nor MASTER_ADDR names"):
         find_launch(SRUN | {"SLURM_JOB_NODELIST": ""})
+    for wrong in ({"SLURM_PROCID": "16"}, {"SLURM_NTASKS": "4(x2)"}, torchrun | {"RANK": "4"}, torchrun | {"RANK": ""}):
+        with pytest.raises(RuntimeError, match=r"SLURM_PROCID is 16|SLURM_NTASKS is '4|RANK is 4 and|RANK is '', and"):
+            find_launch(SRUN | wrong)
     lists = {"a,b": "a", "r[1-2]n[03-04]": "r1n03", "n[1,3]-ib,x": "n1-ib", "node1": "node1"}
     assert {text: first_host(text) for text in lists} == lists
 

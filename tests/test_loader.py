@@ -74,6 +74,12 @@ def test_stream_has_the_order_of_the_loader_and_resumes(stream: Stream):
 def test_stream_and_ramp_errors():
     with pytest.raises(ValueError, match=r"micro_batch_size \(0\) must be positive"):
         build_stream_loader(Stream(2), groups(), micro_batch_size=0)
+    with pytest.raises(ValueError, match="a generator can be read once only"):
+        build_stream_loader(iter(Stream(2)), groups(), micro_batch_size=1)
+    with pytest.raises(ValueError, match=r"one of a Loader \(it has dataset_length, shuffle\)"):
+        build_stream_loader(Stream(2), groups(), micro_batch_size=1).load_state_dict(
+            build_loader(Numbers(4), groups(), micro_batch_size=2).state_dict()
+        )
     with pytest.raises(ValueError, match=r"start \(16\), increment \(10\)"):
         ramped_batch_size(64, 0, start=16, increment=10, ramp_samples=100)
     with pytest.raises(ValueError, match=r"depth \(0\)"):
@@ -249,7 +255,11 @@ def test_packs_hold_every_sample_with_its_own_positions_and_loss():
     assert found == [Text()[index]["tokens"].tolist()[10 : 15 + index % 5] for index in range(len(answers))]
     assert len(packs) < len(answers) / 2
     with pytest.raises(ValueError, match=r"sample 3 has 12 tokens, 12 with padding, more than sequence_length \(8\)"):
-        pack_samples(answers, sequence_length=8, multiple=4, lengths=[4, 4, 8, 12])
+        pack_samples(answers, sequence_length=8, multiple=4, lengths=[4, 4, 8, 12] * 10)
+    with pytest.raises(ValueError, match="sample 0 has no token"):
+        pack_samples([{"tokens": []}], sequence_length=8)
+    with pytest.raises(ValueError, match=r"lengths has 1 numbers, but there are \d+ samples"):
+        pack_samples(answers, sequence_length=32, lengths=[4])
     with pytest.raises(ValueError, match=r"sequence_length \(30\) must be a multiple of multiple \(4\)"):
         pack_samples(answers, sequence_length=30, multiple=4)
     with pytest.raises(ValueError, match="an answer of 0"):

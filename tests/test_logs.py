@@ -42,7 +42,11 @@ def test_the_line_is_megatron_lms(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         write = logging.getLogger("run").info
         minloop.console_sink(train_iters=9, write=write)({"iteration": 3, "lm loss validation-a": 5.0})
-    assert caplog.messages == [" validation loss at iteration        3 | lm loss validation-a: 5.000000E+00 |"]
+        minloop.console_sink(train_iters=9, write=write)({"iteration": 3, "slowest": 2.0})
+    assert caplog.messages == [
+        " validation loss at iteration        3 | lm loss validation-a: 5.000000E+00 |",
+        " iteration        3 | slowest: 2.000000E+00 |",
+    ]
 
 
 def test_a_resumed_run_logs_every_iteration_once(tmp_path: Path):
@@ -53,7 +57,7 @@ def test_a_resumed_run_logs_every_iteration_once(tmp_path: Path):
     with path.open("a") as file:
         file.write('{"iteration": 5, "lm')  # killed while writing
     second = minloop.jsonl_sink(path, iteration=2)
-    second(record(3, loss=4.0))
+    second(record(3) | {"lm loss": torch.tensor(4.0)})  # pyright: ignore[reportArgumentType]  # easily done
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["iteration"], r["lm loss"]) for r in records] == [(1, 5.0), (2, 5.0), (3, 4.0)]
     assert all(r["time"] > 1.7e9 for r in records)

@@ -101,6 +101,8 @@ def test_a_resumed_schedule_goes_on(case: str):
         ({"train_iters": 9, "global_batch_size": None}, r"train_iters \(9\) without global_batch_size"),
         ({"train_iters": 9, "lr_warmup_iters": 9}, r"warm-up \(72 samples\) must be shorter than the decay \(72"),
         ({"train_iters": 9, "lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, "give one of them"),
+        ({"train_iters": 9, "lr_decay_iters": 0}, r"lr_decay_iters \(0\) must be at least 1"),
+        ({"train_iters": 9, "lr_decay_style": "WSD", "lr_wsd_decay_samples": -8}, r"samples \(-8\) must be at least 1"),
         ({"train_iters": 9, "lr_decay_style": "square"}, "'square' is none of constant, linear"),
         ({"train_iters": 9, "lr_decay_style": "WSD"}, "needs lr_wsd_decay_iters"),
         ({"train_iters": 9, "lr_decay_style": "WSD", "lr_wsd_decay_iters": 10}, "longer than the whole"),

@@ -23,6 +23,12 @@ def profiled(directory: str) -> None:
         minloop.profiled_steps(state, directory, steps=range(9), tool="nsys"),
     ):
         pass
+    unknown: Any = "nsight"
+    with (
+        pytest.raises(ValueError, match="'nsight' is neither 'torch' nor 'nsys'"),  # on ranks that profile nothing, too
+        minloop.profiled_steps(state, directory, steps=range(9), tool=unknown),
+    ):
+        pass
     minloop.shutdown_distributed()
 
 

@@ -1,16 +1,21 @@
 """Ending in order: a signal to one rank, an interval and a duration are one decision of all ranks."""
 
+import multiprocessing
 import os
 import signal
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small import small_state, text_loader, train
+from small import Text, small_state, text_loader, train
+from test_data import groups
 
 import minloop
+from minloop.data import build_loader
+from minloop.signals import STOP_SIGNALS
 
 STEPS = 40
 
@@ -62,6 +67,17 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_loaders_workers_read_on() -> None:
+    """torchrun sends SIGTERM to all processes of a rank, which is to take one more step."""
+    plain, loader = (build_loader(Text(), groups(), micro_batch_size=2, num_workers=n) for n in (0, 1))
+    for _ in range(8):
+        for worker in multiprocessing.active_children():
+            for number in STOP_SIGNALS:
+                os.kill(worker.pid or 0, number)
+        assert torch.equal(next(loader)["tokens"], next(plain)["tokens"])
+    assert multiprocessing.active_children()
 
 
 def test_in_another_thread_it_is_refused() -> None:

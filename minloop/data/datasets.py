@@ -52,6 +52,9 @@ def build_dataset_config(
         raise ValueError(f"give one of vocab_size ({vocab_size}) and tokenizer ({tokenizer})")
     if vocab_size is not None:
         tokenizer = build_null_tokenizer(vocab_size)
+    for blend in (fields.get("blend"), *(fields.get("blend_per_split") or ())):
+        if blend is not None and (isinstance(blend, str) or len(blend) != 2 or isinstance(blend[0], str)):
+            raise ValueError(f"blend {blend!r} is not ([prefix, ...], None), or ([prefix, ...], [weight, ...])")
     chosen: dict[str, Any] = {
         "reset_position_ids": False,
         "reset_attention_mask": False,
@@ -150,7 +153,7 @@ def build_gpt_datasets(
         cache_per_node: `path_to_cache` is a disk of each node's own: the first rank of every node writes it.
     Raises:
         ValueError: no `blend` in the config, files that are missing or damaged (see `check_indexed`), a split without
-            documents, weights that are negative, all 0 or without a size, or `vocab_size` smaller than the tokenizer's.
+            documents, weights that are not positive or without a size, or `vocab_size` smaller than the tokenizer's.
         RuntimeError: mcore's compiled helper is missing.
     """
     if dataset_config.mock:
@@ -200,8 +203,8 @@ def _check_blends(config: GPTDatasetConfig, num_samples: Sequence[int | None]) -
         prefixes, weights = blend or ([], None)
         bounds = (config.split_matrix or [(0.0, 1.0)] * len(Split))[split.value]
         if weights is not None:
-            if not all(0 <= weight < math.inf for weight in weights) or not sum(weights):
-                raise ValueError(f"the weights of a blend must not be negative, nor all 0: {weights} of {prefixes}")
+            if not all(0 < weight < math.inf for weight in weights):
+                raise ValueError(f"the weights of a blend must be positive: {weights} of {prefixes}")
             if size is None:
                 raise ValueError(
                     f"num_samples for {split.name} is None, but its blend has weights ({weights}): say how many, or "

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from minloop.data.batch import Batch
 from minloop.data.transport import collate_to_send, received
+from minloop.signals import pass_over_stop_signals
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Loader:
             batch_sampler=self._order.batches(self._consumed_samples),
             num_workers=self._num_workers,
             collate_fn=collate_to_send if self._num_workers else None,
+            worker_init_fn=pass_over_stop_signals,
             generator=torch.Generator().manual_seed(self._order.seed),
             pin_memory=torch.cuda.is_available(),
         )

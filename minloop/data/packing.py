@@ -56,15 +56,21 @@ def pack_samples(
             the tensor parallel size with sequence parallelism.
         lengths: n of every sample; left out, all of them are read once.
     Raises:
-        ValueError: a sample is longer than `sequence_length`, or that is no multiple of `multiple`.
+        ValueError: a sample is longer than `sequence_length`, or empty; that is no multiple of `multiple`; or `lengths`
+            are not as many as the samples.
     """
     if multiple < 1 or sequence_length % multiple:
         raise ValueError(f"sequence_length ({sequence_length}) must be a multiple of multiple ({multiple})")
-    lengths = lengths or [len(samples[index]["tokens"]) for index in range(len(samples))]
+    if lengths is None:
+        lengths = [len(samples[index]["tokens"]) for index in range(len(samples))]
+    if len(lengths) != len(samples):
+        raise ValueError(f"lengths has {len(lengths)} numbers, but there are {len(samples)} samples: give one of each")
     packs: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
         needed = _padded(length, multiple)
+        if length < 1:
+            raise ValueError(f"sample {index} has no token: leave it out")
         if needed > sequence_length:
             raise ValueError(
                 f"sample {index} has {length} tokens, {needed} with padding, more than sequence_length "
@@ -88,7 +94,7 @@ def mask_prompt(prompt: Sequence[int], answer: Sequence[int]) -> Batch:
     Raises:
         ValueError: prompt or answer is empty.
     """
-    if not prompt or not answer:
+    if min(len(prompt), len(answer)) < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens and an answer of {len(answer)}: neither may be empty")
     ids = torch.tensor([*prompt, *answer])
     loss_mask = (torch.arange(len(ids) - 1) >= len(prompt) - 1).float()

@@ -46,7 +46,7 @@ class Chunk:
 def format_of(path: Path) -> Format:
     """By the name, without .gz or .zst: .jsonl, .ndjson and .json hold a record a line; unknown names are text."""
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
-    return FORMATS.get(suffix, "text")
+    return FORMATS.get(suffix.lower(), "text")
 
 
 def check_inputs(paths: Sequence[Path], keys: Sequence[str]) -> None:

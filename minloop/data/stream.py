@@ -19,6 +19,11 @@ class StreamLoader:
             raise ValueError(
                 f"micro_batch_size ({micro_batch_size}) must be positive, consumed_samples ({consumed}) not negative"
             )
+        if isinstance(samples, Iterator):
+            raise ValueError(
+                f"a {type(samples).__name__} can be read once only, and a position is found by reading anew: give what "
+                "makes one whenever it is iterated, such as an IterableDataset"
+            )
         self._samples, self._micro_batch_size, self._rank, self._size = samples, micro_batch_size, rank, size
         self._consumed_samples = consumed
         self._rest: Iterator[Any] | None = None
@@ -53,7 +58,16 @@ class StreamLoader:
         return {"consumed_samples": self._consumed_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue exactly after the position in `state`, which may come from another layout or micro batch size."""
+        """Continue exactly after the position in `state`, which may come from another layout or micro batch size.
+
+        Raises:
+            ValueError: `state` is a `Loader`'s, whose samples come in an order of their own.
+        """
+        if others := state.keys() - self.state_dict().keys():
+            raise ValueError(
+                f"the saved data position is one of a Loader (it has {', '.join(sorted(others))}): build the loader as "
+                "it was, or choose a position by build_stream_loader(consumed_samples=...) and do not load this one"
+            )
         self._consumed_samples, self._rest = state["consumed_samples"], None
 
 
@@ -71,6 +85,6 @@ def build_stream_loader(
     Args:
         samples: dicts of tensors without the [b] of `Batch`.
     Raises:
-        ValueError: micro_batch_size is not positive, or consumed_samples is negative.
+        ValueError: micro_batch_size is not positive, consumed_samples is negative, or samples is an iterator.
     """
     return StreamLoader(samples, micro_batch_size, groups.dp.rank(), groups.dp.size(), consumed_samples)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
 from minloop.data.indexed import check_untaken
-from minloop.data.tokenizers import Tokenizer, encode
+from minloop.data.tokenizers import Tokenizer, check_eod, encode
 
 
 def write_indexed(
@@ -25,10 +25,16 @@ def write_indexed(
     Args:
         append_eod: end every document with `tokenizer.eod`.
     Raises:
-        ValueError: `output_prefix` is in use, there is nothing to write, or an id is not below tokenizer.vocab_size.
+        ValueError: `output_prefix` is in use, there is nothing to write, documents is a string, or an id, the end of
+            document's included, is not below tokenizer.vocab_size.
     """
     prefix = str(output_prefix)
     check_untaken(prefix)
+    if isinstance(documents, str):
+        raise ValueError("documents is one string, and each of its characters would be a document: give a list of them")
+    if append_eod:
+        check_eod(tokenizer)
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     unfinished = f"{prefix}.{os.getpid()}.unfinished"
     bin_path, idx_path = get_bin_path(unfinished), get_idx_path(unfinished)
     try:

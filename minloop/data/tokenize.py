@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import DType
 from minloop.data.progress import show_progress
 from minloop.data.sources import check_inputs, read_chunks
 from minloop.data.tokenize_workers import TokenizeJob, encode_all
-from minloop.data.tokenizers import Tokenizer
+from minloop.data.tokenizers import Tokenizer, check_eod
 from minloop.data.work import EXAMPLES, Counts, UnfinishedWork
 
 logger = logging.getLogger("minloop")
@@ -79,9 +79,8 @@ def tokenize_to_indexed(
     check_inputs(paths, keys)
     if on_error not in ("raise", "skip") or len(set(keys)) < len(keys):
         raise ValueError(f"on_error ({on_error!r}) is 'raise' or 'skip', and keys ({list(keys)}) are given once each")
-    eod: Any = tokenizer.eod  # None of a Hugging Face tokenizer that has none
-    if append_eod and (eod is None or not 0 <= eod < tokenizer.vocab_size):
-        raise ValueError(f"append_eod=True, and the tokenizer's end of document is {eod}: build it with eos_token=...")
+    if append_eod:
+        check_eod(tokenizer)
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     job = TokenizeJob(tokenizer, tuple(keys), append_eod, split_sentences, dtype)
     level = "document" if split_sentences is None else "sentence"

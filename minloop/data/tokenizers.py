@@ -106,6 +106,13 @@ def pad_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def check_eod(tokenizer: Tokenizer) -> None:
+    """Raise ValueError if documents cannot be ended with `tokenizer.eod`."""
+    eod: Any = tokenizer.eod  # None of a Hugging Face tokenizer that has none
+    if eod is None or not 0 <= eod < tokenizer.vocab_size:
+        raise ValueError(f"append_eod=True, and the tokenizer's end of document is {eod}: build it with eos_token=...")
+
+
 def encode(tokenizer: Tokenizer, text: str) -> numpy.ndarray:
     """Return `tokenizer.tokenize(text)` as integers [n], by a shorter way where there is one.
 
