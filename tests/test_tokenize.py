@@ -97,11 +97,12 @@ def test_every_format_gives_the_same(tmp_path: Path, small_chunks: None):
         file.write(plain.read_bytes())
     parquet.write_table(pyarrow.table({"id": range(100), "text": texts}), tmp_path / "a.parquet", row_group_size=30)
     (tmp_path / "files").mkdir()
+    (tmp_path / "b.JSONL").write_bytes(plain.read_bytes())
     files = [tmp_path / "files" / f"{index}.py" for index in range(100)]
     for file, text in zip(files, texts, strict=True):
         file.write_text(text, "utf-8")
     for index, inputs in enumerate(
-        [plain, tmp_path / "a.jsonl.gz", tmp_path / "a.jsonl.zst", tmp_path / "a.parquet", files]
+        [plain, tmp_path / "b.JSONL", tmp_path / "a.jsonl.gz", tmp_path / "a.jsonl.zst", tmp_path / "a.parquet", files]
     ):
         report = tokenize_to_indexed(inputs, tmp_path / str(index), BYTES, num_workers=0)
         assert documents(report.prefixes["text"]) == [text.encode() + b"\xff" for text in texts]

@@ -1,11 +1,11 @@
 """How a checkpoint comes to its name and old ones go: at every instant `latest_checkpoint` finds a complete one."""
 
-import shutil
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from minloop.checkpoint.directory import REPLACED, TRACKER, UNFINISHED, complete_checkpoints, missing_parts
-from minloop.checkpoint.disk import DELETED, delete, hold, is_in_use, sync, write_durably
+from minloop.checkpoint.disk import DELETED, delete, hold, is_in_use, remove, sync, write_durably
 from minloop.checkpoint.megatron_bridge import LATEST_TRAIN_STATE, TRAIN_STATE
 from minloop.messages import logger
 
@@ -23,7 +23,7 @@ def begin(final: Path) -> Path:
     hold(final.parent)
     for leftover in final.parent.glob("iter_*"):
         if leftover.name.endswith((UNFINISHED, DELETED)):
-            shutil.rmtree(leftover)
+            remove(leftover)
     unfinished = final.with_name(final.name + UNFINISHED)
     unfinished.mkdir()
     return unfinished
@@ -37,11 +37,11 @@ def commit(unfinished: Path, final: Path, iteration: int) -> None:
     """
     sync(unfinished)
     replaced = final.with_name(final.name + REPLACED)
-    if final.exists():
+    if os.path.lexists(final):
         if missing_parts(final):
             delete(final)
         else:
-            if replaced.exists():
+            if os.path.lexists(replaced):
                 delete(replaced)
             final.rename(replaced)
     unfinished.rename(final)
@@ -49,8 +49,16 @@ def commit(unfinished: Path, final: Path, iteration: int) -> None:
     write_durably(final.parent / TRACKER, str(iteration))
     if (latest := final.parent / LATEST_TRAIN_STATE).is_file():  # of a run that Megatron-Bridge began
         write_durably(latest, (final / TRAIN_STATE).read_bytes())
-    if replaced.exists():
-        delete(replaced)
+    if os.path.lexists(replaced):
+        _try_to_delete(replaced)
+
+
+def _try_to_delete(checkpoint: Path) -> None:
+    """Delete an old checkpoint; if that fails, say so: the new one is there all the same."""
+    try:
+        delete(checkpoint)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", checkpoint, error)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Retention:
     """Keep the newest `keep_newest` checkpoints, and those whose iteration is a multiple of `keep_every`.
 
     Raises:
-        ValueError: numbers below 1, or `keep_every` alone.
+        ValueError: no whole numbers of at least 1, or `keep_every` alone.
     """
 
     keep_newest: int | None = None
@@ -66,8 +74,8 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: at least 1, or None to keep all")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: a whole number of at least 1, or None to keep all")
         if self.keep_every is not None and self.keep_newest is None:
             raise ValueError(f"keep_every={self.keep_every} without keep_newest: nothing would be deleted; set both")
 
@@ -84,7 +92,4 @@ class Retention:
         for number, path in older[self.keep_newest - 1 :]:
             if (self.keep_every and number % self.keep_every == 0) or is_in_use(path):
                 continue
-            try:
-                delete(path)
-            except OSError as error:
-                logger.warning("%s could not be deleted: %s", path, error)
+            _try_to_delete(path)

@@ -11,12 +11,12 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_graph_safe_cuda_rng_tracker
 from megatron.core.transformer import MegatronModule
-from megatron.core.utils import unwrap_model
 
+from minloop.architecture import unwrapped
 from minloop.checkpoint.flat_ranges import FULLY_RESHARDABLE
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, agree_on_nothing, mended_distributed_optimizers
 from minloop.messages import without_log_lines
-from minloop.state import TrainState
+from minloop.state import TrainState, require_memory
 
 ARCHITECTURE_FIELDS = (
     "num_layers",
@@ -92,6 +92,7 @@ def save_metadata(state: TrainState) -> dict[str, Any]:
 
 def model_state(state: TrainState, metadata: dict[str, Any]) -> dict[str, Any]:
     """mcore's sharded state dict of the chunks, under the names Megatron-LM gives them."""
+    require_memory(state)
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
     states = [model.sharded_state_dict(metadata=metadata) for model in unwrapped_models(state)]
     return dict(zip(model_keys(state), states, strict=True))
@@ -99,7 +100,7 @@ def model_state(state: TrainState, metadata: dict[str, Any]) -> dict[str, Any]:
 
 def unwrapped_models(state: TrainState) -> list[MegatronModule]:
     """The models inside the chunks' wrappers, whose names are those in checkpoints."""
-    return [cast(MegatronModule, unwrap_model(chunk)) for chunk in state.chunks]
+    return [cast(MegatronModule, unwrapped(chunk)) for chunk in state.chunks]
 
 
 def model_keys(state: TrainState) -> list[str]:
@@ -112,6 +113,11 @@ def optimizer_state(
     state: TrainState, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
     """mcore's sharded state dict of the optimizer, by the parameters in `model`."""
+    if optimizer_kind(state) == "distributed" and state.optimizer.config.optimizer == "sgd":
+        raise ValueError(
+            "optimizer='sgd' with use_distributed_optimizer=True: mcore's distributed optimizer saves and loads Adam's "
+            "state only; use optimizer='adam' or use_distributed_optimizer=False"
+        )
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
     with (
         mended_distributed_optimizers(state, by_buckets=metadata.get("distrib_optim_sharding_type") == BY_BUCKETS),
@@ -139,6 +145,11 @@ def rng_state(state: TrainState) -> ShardedObject:
     shape = (groups.pp.size(), groups.tp.size(), groups.dp_cp.size())
     place = (groups.pp.rank(), groups.tp.rank(), groups.dp_cp.rank())
     return ShardedObject("minloop.rng_state", rng_streams(), shape, place)
+
+
+def are_of_this_device(streams: dict[str, Any]) -> bool:
+    """Whether stored random streams fit the generators here: a GPU's are of another form than a CPU's."""
+    return streams["cuda_rng_state"].numel() == torch.cuda.get_rng_state().numel()
 
 
 def restore_rng_state(streams: dict[str, Any]) -> None:

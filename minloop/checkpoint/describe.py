@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minloop.checkpoint import directory
 from minloop.checkpoint.hf.files import WEIGHTS, write_weights
-from minloop.checkpoint.reading import SavedCheckpoint, load_plain, read_checkpoint, read_slice
+from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain, read_checkpoint, read_slice
 
 OPTIMIZER = "optimizer."
 
@@ -117,7 +118,9 @@ def describe_checkpoint(checkpoint: str | Path) -> CheckpointDescription:
     )
 
 
-def export_weights(checkpoint: str | Path, target: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+def export_weights(
+    checkpoint: str | Path, target: str | Path, *, dtype: torch.dtype | None = None, verify: bool | None = None
+) -> Path:
     """Write the weights in full into ``model.safetensors``, under the names and in the shapes of `describe_checkpoint`.
 
     Tensors are written as they are read: memory holds the largest one, and one of its saved parts. For the names and
@@ -127,6 +130,7 @@ def export_weights(checkpoint: str | Path, target: str | Path, *, dtype: torch.d
         checkpoint: a checkpoint, or a run's directory: then the newest undamaged one.
         target: a directory, made if need be.
         dtype: of all weights in the file; None keeps that of the checkpoint.
+        verify: as in `load_checkpoint`.
     Returns:
         The file.
     Raises:
@@ -150,6 +154,7 @@ def export_weights(checkpoint: str | Path, target: str | Path, *, dtype: torch.d
     file = Path(target) / WEIGHTS
     if file.exists():
         raise FileExistsError(f"{file} is there already: delete it, or write into another directory")
+    _check(opened.path, verify)
     file.parent.mkdir(parents=True, exist_ok=True)
     places: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
     for index, place in opened.metadata.storage_data.items():
@@ -158,6 +163,14 @@ def export_weights(checkpoint: str | Path, target: str | Path, *, dtype: torch.d
     shapes = {name: tuple(tensor.size) for name, tensor in weights.items()}
     write_weights(file.parent, shapes, tensors, wanted, max_shard_size=sys.maxsize)
     return file
+
+
+def _check(checkpoint: Path, verify: bool | None) -> None:
+    faults = structural_faults(checkpoint)
+    if not faults and verify is not False:
+        faults = content_faults(checkpoint, files_to_verify(checkpoint, without_digest=verify is True))
+    if faults:
+        raise CheckpointError("; ".join(faults[:5]))
 
 
 def _full(

@@ -48,12 +48,26 @@ def complete_checkpoints(directory: str | Path) -> dict[int, Path]:
     # A save over an existing iteration was cut short in mid-exchange if only the one being replaced has a name.
     names = sorted(root.iterdir(), key=lambda path: not path.name.endswith(REPLACED))
     found = {int(match[1]): path for path in names if (match := NAME.fullmatch(path.name))}
-    tracker = root / TRACKER
-    newest = None
-    if tracker.is_file() and re.fullmatch("[0-9]+", text := tracker.read_text(errors="replace").strip()):
-        newest = int(text)
+    newest = _tracked(root)
     tracked = [iteration for iteration in sorted(found, reverse=True) if newest is None or iteration <= newest]
     return {iteration: found[iteration] for iteration in tracked if not missing_parts(found[iteration])}
+
+
+def _tracked(root: Path) -> int | None:
+    """The iteration that the tracker names; None if it names none."""
+    tracker = root / TRACKER
+    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
+def _complete_said(root: Path) -> list[Path]:
+    """Complete checkpoints, newest first; if that is not the one the tracker names, which is taken is said."""
+    complete, newest = complete_checkpoints(root), _tracked(root)
+    if newest is not None and newest not in complete:
+        path = iteration_directory(root, newest)
+        if missing := missing_parts(path):  # else it came while the directory was read
+            say_passed_over(path, [f"it lacks {', '.join(missing)}"], [*complete.values()])
+    return [*complete.values()]
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
@@ -63,11 +77,14 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     whose files are cut short or unreadable is passed over, which is said; contents are not compared (see
     `verify_checkpoint`).
     """
-    complete = [*complete_checkpoints(directory).values()]
-    for number, path in enumerate(complete):
-        if not (faults := structural_faults(path)):
-            return path
-        say_passed_over(path, faults, complete[number + 1 :])
+    seen: list[Path] | None = None
+    while seen != (complete := _complete_said(Path(directory))):  # a run may delete what it has replaced
+        for number, path in enumerate(complete):
+            if not (faults := structural_faults(path)):
+                return path
+            if path.exists():
+                say_passed_over(path, faults, complete[number + 1 :])
+        seen = complete
     return None
 
 
@@ -86,14 +103,14 @@ def candidates(path: str | Path) -> list[Path]:
     path = Path(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory: nothing to load")
-    if re.match(r"iter_\d{7}", path.name) or not missing_parts(path):
-        if missing := missing_parts(path):
-            raise FileNotFoundError(
-                f"{path} is incomplete, it lacks {', '.join(missing)}: the save was cut short; "
-                "load an earlier checkpoint"
-            )
+    missing = missing_parts(path)
+    if not missing:
         return [path]
-    found = [*complete_checkpoints(path).values()]
+    found = _complete_said(path)
+    if not found and re.match(r"iter_\d{7}", path.name):
+        raise FileNotFoundError(
+            f"{path} is incomplete, it lacks {', '.join(missing)}: the save was cut short; load an earlier checkpoint"
+        )
     if not found:
         raise FileNotFoundError(f"{path} holds no complete checkpoint (iter_0000001, …)")
     return found

@@ -44,13 +44,21 @@ def write_durably(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
+def remove(path: Path) -> None:
+    """Remove a directory with all in it, a file, or a link but not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def delete(directory: Path) -> None:
-    """Delete a directory; cut short, what is left of it has another name."""
+    """Delete a directory or a link to one; cut short, what is left of it has another name."""
     condemned = directory.with_name(directory.name + DELETED)
-    if condemned.exists():
-        shutil.rmtree(condemned)
+    if os.path.lexists(condemned):
+        remove(condemned)
     directory.rename(condemned)
-    shutil.rmtree(condemned)
+    remove(condemned)
 
 
 def hold(directory: Path) -> None:

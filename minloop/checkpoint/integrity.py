@@ -90,6 +90,8 @@ def verify_checkpoint(directory: str | Path, *, contents: bool = True) -> list[s
             False looks at names and sizes only.
     """
     path = Path(directory)
+    if not (path / "metadata.json").exists() and any(path.glob("iter_*")):
+        return [f"{path} is no checkpoint but holds some: verify one of them, such as latest_checkpoint() returns"]
     if faults := structural_faults(path):
         return faults
     if not contents:
@@ -107,6 +109,8 @@ def structural_faults(path: Path) -> list[str]:
         read_common(path, metadata)
     except CheckpointError as error:
         return [str(error)]
+    except OSError as error:  # another process deletes it, or it cannot be listed
+        return [f"{path} cannot be read: {error}"]
     return [*_incomplete_tensors(path, metadata)]
 
 

@@ -1,8 +1,9 @@
 """Loading a checkpoint into a training state of whatever layout."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -15,7 +16,9 @@ from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.run_config import differing_fields
 from minloop.checkpoint.save import Loaders, Positioned, named_loaders
 from minloop.checkpoint.tensors import read_tensors
-from minloop.data_parallel import gathered_parameters
+from minloop.data_parallel import gathered_parameters, take_over_weights
+from minloop.fully_sharded import refuse_fully_sharded
+from minloop.groups import require_the_world
 from minloop.messages import say_once
 from minloop.state import TrainState
 
@@ -54,14 +57,24 @@ def load_checkpoint(
         ValueError: the checkpoint is of another architecture, lacks tensors of this state, or holds no position of a
             loader, or one in other data; the message names the fields.
     """
-    opened = open_checkpoint(checkpoint, verify)
+    require_the_world(state.groups, "a checkpoint")
+    if not weights_only:
+        refuse_fully_sharded(state.chunks, "load_checkpoint: load with weights_only=True, or")
+    opened, loaders = open_checkpoint(checkpoint, verify), named_loaders(loader)
     saved: dict[str, Any] = {}
     with agreed():
         saved = opened.common.get("minloop") or megatron_lm.record(opened, state)
         _check_architecture(opened.path, saved, state)
         if not weights_only:
-            _check_counters(opened)
-            _position_loaders(saved, named_loaders(loader))
+            _check_counters(opened, saved)
+            _check_loaders(saved, loaders)
+    with _positioned(saved, {} if weights_only else loaders):
+        _load(opened, saved, state, weights_only)
+    return opened.path
+
+
+def _load(opened: SavedCheckpoint, saved: dict[str, Any], state: TrainState, weights_only: bool) -> None:
+    """Load all but the positions of loaders."""
     kind = content.optimizer_kind(state)
     saved_kind: str = saved.get("optimizer_kind", kind)
     with gathered_parameters(state.chunks), torch.no_grad():
@@ -69,13 +82,12 @@ def load_checkpoint(
         loaded = _read(opened, template, state)
         put_into_models(state, loaded)
         if weights_only:
-            state.optimizer.reload_model_params()
+            take_over_weights(state.chunks, state.optimizer)
         else:
             load_optimizer(state, loaded["optimizer"], opened.common.get("optimizer"), kind, saved_kind)
     if not weights_only:
         with agreed():
             _restore_the_rest(state, loaded, saved)
-    return opened.path
 
 
 def content_metadata(opened: SavedCheckpoint, state: TrainState) -> dict[str, Any]:
@@ -142,11 +154,16 @@ def _is_by_buckets(metadata: dict[str, Any]) -> bool:
     return metadata.get("distrib_optim_sharding_type") == BY_BUCKETS
 
 
-def _check_counters(opened: SavedCheckpoint) -> None:
+def _check_counters(opened: SavedCheckpoint, saved: dict[str, Any]) -> None:
     if not isinstance(opened.common.get("iteration"), int):
         raise CheckpointError(
             f"{opened.path} holds no iteration: nothing could go on from it; load it with weights_only=True"
         )
+    counters = {"iteration": opened.common["iteration"]}
+    counters |= {name: saved.get(name, 0) for name in ("consumed_samples", "skipped_iterations")}
+    for name, value in counters.items():
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{opened.path} holds {name}={value!r}, no count; load it with weights_only=True")
 
 
 def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) -> None:
@@ -157,32 +174,49 @@ def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) 
         )
 
 
-def _position_loaders(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> None:
+def _check_loaders(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> None:
     positions = saved.get("loaders", {})
     for name in loaders:
         if name not in positions:
             raise ValueError(
                 f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}"
             )
-    for name, loader in loaders.items():
-        # Megatron-LM and Megatron-Bridge store a number of samples and not in which data
-        own = loader.state_dict() if "of_megatron_lm" in saved else {}
-        loader.load_state_dict(own | positions[name])
+
+
+@contextmanager
+def _positioned(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> Generator[None]:
+    """Put loaders where the checkpoint was; if what follows fails, back to where they were."""
+    before: dict[str, Any] = {}
+    try:
+        with agreed():
+            before |= {name: loader.state_dict() for name, loader in loaders.items()}
+            for name, loader in loaders.items():
+                # Megatron-LM and Megatron-Bridge store a number of samples and not in which data
+                position = saved["loaders"][name]
+                loader.load_state_dict(before[name] | position if "of_megatron_lm" in saved else position)
+        yield
+    except Exception:
+        for name, position in before.items():
+            loaders[name].load_state_dict(position)
+        raise
 
 
 def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
     state.iteration = loaded["iteration"]
     state.consumed_samples = saved.get("consumed_samples", 0)
     state.skipped_iterations = saved.get("skipped_iterations", 0)
+    if state.scheduler is not None:
+        state.scheduler.num_steps = 0  # from where it is mcore would go on, also in a run that goes back
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
         state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     elif state.scheduler is not None:  # saved without a schedule: go to where this one would be by now
         state.scheduler.step(increment=state.consumed_samples)
-    if "rng_state" in loaded:
-        streams = loaded["rng_state"]
-        content.restore_rng_state(streams if isinstance(streams, dict) else megatron_lm.own_streams(streams, state))
+    streams = loaded.get("rng_state")
+    if isinstance(streams, list):
+        streams = megatron_lm.own_streams(cast("list[dict[str, Any]]", streams), state)
+    if streams is not None and content.are_of_this_device(streams):
+        content.restore_rng_state(streams)
     elif state.config.hidden_dropout or state.config.attention_dropout:
-        say_once(
-            f"the random streams were not carried over: saved in layout {saved.get('layout')}, loaded in "
-            f"{content.layout(state)}; dropout will draw other masks"
-        )
+        other = f"saved in layout {saved.get('layout')}, loaded in {content.layout(state)}"
+        other = other if streams is None else "saved on another kind of device, a GPU's are not a CPU's"
+        say_once(f"the random streams were not carried over: {other}; dropout will draw other masks")

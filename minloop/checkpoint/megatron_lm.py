@@ -117,7 +117,7 @@ def record(opened: SavedCheckpoint, state: TrainState) -> dict[str, Any]:
     mixed, sharded = theirs.get("bf16") or theirs.get("fp16"), theirs.get("use_distributed_optimizer")
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     same_layout = all(theirs.get(size, 1) == getattr(state.config, size) for size in sizes)
-    consumed = theirs.get("consumed_train_samples", 0)
+    consumed = theirs.get("consumed_train_samples") or 0
     return {
         # what they leave open, None, they derive from other fields
         "architecture": {name: value for name, value in architecture.items() if value is not None},

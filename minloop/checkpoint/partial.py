@@ -21,7 +21,8 @@ from minloop.checkpoint.directory import open_checkpoint
 from minloop.checkpoint.load import architecture_differences, content_metadata, put_into_models
 from minloop.checkpoint.reading import SavedCheckpoint
 from minloop.checkpoint.tensors import matches, read_tensors
-from minloop.data_parallel import gathered_parameters
+from minloop.data_parallel import gathered_parameters, take_over_weights
+from minloop.groups import require_the_world
 from minloop.messages import say_once
 from minloop.state import TrainState
 
@@ -59,6 +60,7 @@ def load_weights(
         FileNotFoundError, CheckpointError: as in `load_checkpoint`.
         ValueError: weights lack or differ in shape beyond what the map allows, or a pattern of it fits no weight.
     """
+    require_the_world(state.groups, "a checkpoint")
     opened = open_checkpoint(checkpoint, verify)
     differences = architecture_differences(opened.common.get("minloop", {}), state)
     chosen = _Map(opened, rename or {}, skip, allow_missing, resize, differences)
@@ -69,7 +71,7 @@ def load_weights(
                 dict_list_map_inplace(chosen.apply, template[key])
         chosen.check_and_say()
         put_into_models(state, read_tensors(opened, template, chosen.resized))
-        state.optimizer.reload_model_params()
+        take_over_weights(state.chunks, state.optimizer)
     return opened.path
 
 

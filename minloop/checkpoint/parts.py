@@ -8,7 +8,8 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import unwrap_model
+
+from minloop.architecture import unwrapped
 
 Leaf = ShardedTensor | ShardedTensorFactory
 
@@ -33,6 +34,10 @@ class Part:
     tensor: torch.Tensor
     is_main: bool
 
+    def full_name(self) -> str:
+        """The full tensor's: the key, with the layer and the expert after it where the checkpoint stacks them."""
+        return self.key + "".join(f"[{number}]" for number in self.numbers)
+
 
 def sharded_parameters(
     chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
@@ -40,7 +45,7 @@ def sharded_parameters(
     """This rank's parameters, each with its place in the whole model."""
     metadata = {"singleton_local_shards": False, "dp_cp_group": groups.dp_cp}
     for chunk in chunks:
-        model: Any = unwrap_model(chunk)
+        model: Any = unwrapped(chunk)
         for leaf in nested_values(model.sharded_state_dict(metadata=metadata)):
             if isinstance(leaf, Leaf) and isinstance(leaf.data, torch.nn.Parameter):
                 yield leaf, leaf.data

@@ -53,6 +53,8 @@ def read_run_config(
         ValueError: the file is not of this form, names something else, or lacks an object; the message says which.
     """
     path = Path(path)
+    if path.is_dir() and not (path / RUN_CONFIG).exists() and any(path.glob("iter_*")):
+        raise FileNotFoundError(f"{path} holds checkpoints: name one of them, such as latest_checkpoint() returns")
     path = path / RUN_CONFIG if path.is_dir() else path
     nodes = read_nodes(path, references=False)
     given, modules = given or {}, tuple(modules)

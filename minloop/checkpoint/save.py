@@ -1,5 +1,6 @@
 """Saving a training state."""
 
+import operator
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -11,13 +12,16 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from minloop.checkpoint import background, content, directory, megatron_lm
-from minloop.checkpoint.agreement import on_first_rank, together
+from minloop.checkpoint.agreement import agreed, on_first_rank, together
 from minloop.checkpoint.background import PendingSave
 from minloop.checkpoint.commit import Retention, begin, commit
 from minloop.checkpoint.integrity import write_manifest
 from minloop.checkpoint.megatron_bridge import files_beside
+from minloop.checkpoint.plain import check_same, made_plain
 from minloop.checkpoint.writing import Plan, Written
 from minloop.data_parallel import gathered_parameters
+from minloop.fully_sharded import refuse_fully_sharded
+from minloop.groups import require_the_world
 from minloop.state import TrainState
 
 
@@ -25,7 +29,7 @@ class Positioned(Protocol):
     """Anything with a position to save and restore, such as `minloop.Loader`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position as plain numbers and strings, equal on every rank."""
+        """The position as plain data (numbers, strings, tensors, lists and dicts of them), equal on every rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -75,7 +79,8 @@ def save_checkpoint(
     Raises:
         RuntimeError: on every rank: the directory cannot be written, is full, was removed, or another run writes there;
             or the save that `start_save` began before this one failed.
-        ValueError: mcore cannot save this optimizer; `keep_newest` or `keep_every` make no sense.
+        ValueError: mcore cannot save this optimizer; a loader's position is no plain data or differs between ranks;
+            `keep_newest` or `keep_every` make no sense.
     """
     save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=False)
     save.finish(None)
@@ -151,17 +156,16 @@ def _prepare(
     in_background: bool,
 ) -> _Save:
     """Copy this rank's part and start to write it."""
-    if content.optimizer_kind(state) == "distributed" and state.optimizer.config.optimizer == "sgd":
-        raise ValueError(
-            "optimizer='sgd' with use_distributed_optimizer=True: mcore's distributed optimizer saves Adam's state "
-            "only; use optimizer='adam' or use_distributed_optimizer=False"
-        )
+    require_the_world(state.groups, "a checkpoint")
+    refuse_fully_sharded(state.chunks, "save_checkpoint: save weights alone with save_hf_weights, or")
     background.wait_for_pending()
-    final = directory.iteration_directory(checkpoints, state.iteration)
+    iteration = operator.index(state.iteration)
+    final = directory.iteration_directory(Path(checkpoints).absolute(), iteration)  # the process may go elsewhere
     unfinished = final.with_name(final.name + directory.UNFINISHED)
     metadata = content.save_metadata(state)
     with gathered_parameters(state.chunks):
-        sharded = _sharded_state(state, loader, metadata)
+        own = _agreed_record(state, named_loaders(loader))
+        sharded = made_plain(_sharded_state(state, own, metadata))
         beside: dict[str, bytes] = {}
         on_first_rank(lambda: beside.update(files_beside(state)))
         on_first_rank(lambda: begin(final))
@@ -169,10 +173,19 @@ def _prepare(
         plan = Plan(sharded, unfinished, metadata, state.groups.dp_cp)
         del sharded
         files = plan.start_writing(detached=in_background, checksums=checksums)
-    return _Save(unfinished, final, state.iteration, plan, files, beside, checksums, retention)
+    return _Save(unfinished, final, iteration, plan, files, beside, checksums, retention)
 
 
-def _sharded_state(state: TrainState, loader: Loaders, metadata: dict[str, Any]) -> dict[str, Any]:
+def _agreed_record(state: TrainState, loaders: Mapping[str, Positioned]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    with agreed():
+        own = record(state, loaders)
+    own = made_plain(own)
+    check_same({"iteration": operator.index(state.iteration)} | own)
+    return own
+
+
+def _sharded_state(state: TrainState, own: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     """mcore's sharded state dict of everything that is saved."""
     model = content.model_state(state, metadata)
     sharded: dict[str, Any] = {
@@ -181,8 +194,8 @@ def _sharded_state(state: TrainState, loader: Loaders, metadata: dict[str, Any])
         "rng_state": content.rng_state(state),
         **megatron_lm.common_content(state),
         "checkpoint_version": 3.0,
-        "iteration": state.iteration,
-        "minloop": record(state, named_loaders(loader)),
+        "iteration": operator.index(state.iteration),
+        "minloop": own,
     }
     if state.scheduler is not None:
         sharded["opt_param_scheduler"] = state.scheduler.state_dict()

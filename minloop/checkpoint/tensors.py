@@ -84,7 +84,9 @@ def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequenc
                 differing.append(f"{key}: {[*there]} saved, {[*part.global_shape]} here")
     if lacking:
         names = sorted(set(lacking))
-        raise ValueError(f"{saved.path} lacks {len(names)} tensors that this state has: {_first(names)}")
+        of_optimizer = all(name.startswith("optimizer.") for name in names)  # of weights frozen then, or another's
+        remedy = ", all of the optimizer; load_checkpoint(weights_only=True) begins with a new one" * of_optimizer
+        raise ValueError(f"{saved.path} lacks {len(names)} tensors that this state has: {_first(names)}{remedy}")
     if differing:
         names = sorted(set(differing))
         raise ValueError(

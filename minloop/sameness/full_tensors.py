@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from minloop.checkpoint.parts import parts, sharded_parameters
+from minloop.checkpoint.parts import Part, parts, sharded_parameters
+from minloop.checkpoint.streaming import Stream
 from minloop.data_parallel import gathered_parameters
+from minloop.fully_sharded import refuse_fully_sharded
 from minloop.state import TrainState
 
 ValueOf = Callable[[torch.nn.Parameter], torch.Tensor | None]
@@ -31,6 +33,7 @@ def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
     With the distributed optimizer a rank holds the sum of its own shard only: the gradient buffers are completed in
     place, from the ranks that hold the rest.
     """
+    refuse_fully_sharded(state.chunks, "full_gradients: compare full_weights after a step, or")
     for chunk in state.chunks:
         if chunk.ddp_config.use_distributed_optimizer:
             for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
@@ -62,27 +65,13 @@ def from_first_rank[T](value: T, groups: ProcessGroupCollection) -> T:
 
 
 def _gather(state: TrainState, value_of: ValueOf) -> dict[str, torch.Tensor]:
-    full: dict[str, torch.Tensor] = {}
-    missing: dict[str, int] = {}
-    for own in gather_objects(list(_local_parts(state, value_of)), state.groups):
-        for name, shape, place, value in own:
-            full.setdefault(name, value.new_zeros(shape))[place] = value
-            missing[name] = missing.get(name, full[name].numel()) - value.numel()
-    if dist.get_rank() == 0 and (wrong := [name for name, count in missing.items() if count]):
-        raise RuntimeError(f"the ranks' shares of {wrong[0]} do not make up the whole: its sharded_state_dict is wrong")
-    return full
+    stream = Stream(_named_parts(state, value_of), state.groups)
+    found = stream.tensors(list(stream.known), ranks=stream.ranks[:1])
+    return {name: value.to(torch.promote_types(value.dtype, torch.float32)).cpu() for name, value in found}
 
 
-def _local_parts(
-    state: TrainState, value_of: ValueOf
-) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...], torch.Tensor]]:
-    """(name, full shape, place in it, value) of what this rank holds first among its replicas."""
+def _named_parts(state: TrainState, value_of: ValueOf) -> Iterator[tuple[str, Part]]:
     for leaf, parameter in sharded_parameters(state.chunks, state.groups):
         value = value_of(parameter)
-        if value is None:
-            continue
-        value = value.detach().to(torch.promote_types(value.dtype, torch.float32))
-        for part in parts(leaf, value):
-            if part.is_main:
-                name = part.key + "".join(f"[{number}]" for number in part.numbers)
-                yield name, part.shape, part.place, part.tensor.cpu()
+        if value is not None:
+            yield from ((part.full_name(), part) for part in parts(leaf, value.detach()))

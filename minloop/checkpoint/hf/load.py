@@ -12,7 +12,7 @@ from minloop.checkpoint.hf.files import WeightFiles
 from minloop.checkpoint.hf.layout import Layout, layouts
 from minloop.checkpoint.hf.target import Target, check_model, chunks_of, own_parts
 from minloop.checkpoint.parts import Part
-from minloop.data_parallel import gathered_parameters
+from minloop.data_parallel import gathered_parameters, take_over_weights
 from minloop.precision_checks import refuse_fp8_weights
 from minloop.state import TrainState
 
@@ -38,21 +38,21 @@ def load_hf_weights(target: Target, directory: str | Path) -> None:
             not be read through.
     """
     chunks = chunks_of(target)
-    with agreed():
-        model = read_hf_config(directory)
-        check_model(chunks, model)
-        refuse_fp8_weights(get_model_config(chunks[0]), "load_hf_weights")
-        expected = layouts(model)
-        files = WeightFiles(Path(directory))
-        _check_tensors(Path(directory), expected, files.shapes())
-        own = list(own_parts(chunks))
-        _check_parts(expected, own)
     with gathered_parameters(chunks), torch.no_grad():
+        with agreed():
+            model = read_hf_config(directory)
+            check_model(chunks, model)
+            refuse_fp8_weights(get_model_config(chunks[0]), "load_hf_weights")
+            expected = layouts(model)
+            files = WeightFiles(Path(directory))
+            _check_tensors(Path(directory), expected, files.shapes())
+            own = list(own_parts(chunks))
+            _check_parts(expected, own)
         with agreed():
             for name, part in own:
                 _fill(part, expected[name], files)
         if isinstance(target, TrainState):
-            target.optimizer.reload_model_params()
+            take_over_weights(chunks, target.optimizer)
 
 
 def _check_tensors(directory: Path, expected: Mapping[str, Layout], found: Mapping[str, tuple[int, ...]]) -> None:

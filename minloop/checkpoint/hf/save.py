@@ -1,6 +1,6 @@
 """Writing a model of any layout as Hugging Face's weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,9 @@ from minloop.checkpoint.disk import sync
 from minloop.checkpoint.hf.config import config_entries, read_hf_config
 from minloop.checkpoint.hf.files import DTYPES, write_json, write_weights
 from minloop.checkpoint.hf.layout import Layout, layouts
-from minloop.checkpoint.hf.target import Target, check_model, chunks_of, own_parts
+from minloop.checkpoint.hf.target import Target, check_model, chunks_of, groups_of, own_parts
+from minloop.checkpoint.streaming import FullTensor, Stream
 from minloop.data_parallel import gathered_parameters
-
-Place = tuple[slice, ...]
-Holders = dict[str, list[tuple[int, Place]]]
-"""Full tensor → the ranks that hold it and the block that each has."""
 
 
 def save_hf_weights(
@@ -56,13 +53,9 @@ def save_hf_weights(
     expected = layouts(model)
     unfinished = from_first_rank(lambda: _begin(final))
     with gathered_parameters(chunks), torch.no_grad():
-        own: dict[str, list[tuple[Place, torch.Tensor]]] = {}
-        for name, part in own_parts(chunks):
-            if part.is_main:
-                own.setdefault(name, []).append((part.place, part.tensor))
-        holders = _gather_holders(own)
-        from_first_rank(lambda: _check_complete(expected, holders))
-        tensors = _stream(expected, own, holders, dtype)
+        stream = Stream(own_parts(chunks), groups_of(chunks))
+        check_complete(expected, stream.known)
+        tensors = (value.cpu() for _, value in their_tensors(expected, stream, [0], dtype))
         shapes = {name: shape for layout in expected.values() for name, shape in layout.shapes.items()}
         failure = None
         try:
@@ -99,56 +92,23 @@ def _finish(unfinished: Path, final: Path, entries: dict[str, Any], failure: OSE
     sync(final.parent)
 
 
-def _gather_holders(own: Mapping[str, Sequence[tuple[Place, torch.Tensor]]]) -> Holders:
-    """Tell the first rank who holds what; on others the answer is empty."""
-    mine = {name: [place for place, _ in blocks] for name, blocks in own.items()}
-    everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everyones, dst=0)
-    holders: Holders = {}
-    for rank, theirs in enumerate(everyones or []):
-        for name, places in theirs.items():
-            holders.setdefault(name, []).extend((rank, place) for place in places)
-    return holders
-
-
-def _check_complete(expected: Mapping[str, Layout], holders: Holders) -> None:
-    if unknown := [name for name in holders if name not in expected]:
+def check_complete(expected: Mapping[str, Layout], found: Mapping[str, FullTensor]) -> None:
+    """Raise an error, the same on every rank, unless the model has the full tensors that its architecture has."""
+    if unknown := [name for name in found if name not in expected]:
         raise ValueError(
             f"the model has parameters that its Hugging Face architecture has no tensors for: {', '.join(unknown[:5])}"
         )
-    for name, layout in expected.items():
-        blocks = (block for _, place in holders.get(name, []) for _, block, _ in layout.pieces(place))
-        found = sum(_size(block) for block in blocks)
-        if found != torch.Size(layout.shape()).numel():
-            raise RuntimeError(f"the ranks' shares of {name} do not make up the whole: its sharded_state_dict is wrong")
+    if missing := [name for name in expected if name not in found]:
+        raise RuntimeError(f"the model lacks {', '.join(missing[:5])}: its sharded_state_dict is wrong")
 
 
-def _size(place: Place) -> int:
-    return torch.Size(side.stop - side.start for side in place).numel()
-
-
-def _stream(
-    expected: Mapping[str, Layout],
-    own: Mapping[str, Sequence[tuple[Place, torch.Tensor]]],
-    holders: Holders,
-    dtype: torch.dtype,
-) -> Iterator[torch.Tensor]:
-    """Yield Hugging Face's tensors on the first rank, on the CPU; the others send it their parts and yield nothing."""
-    rank = dist.get_rank()
-    for name, layout in expected.items():
-        blocks = iter(own.get(name, []))
-        if rank != 0:
-            for _, value in blocks:
-                dist.send(value.to(dtype).contiguous(), dst=0)
-            continue
-        whole = {theirs: torch.empty(shape, dtype=dtype) for theirs, shape in layout.shapes.items()}
-        for holder, place in holders[name]:
-            if holder == 0:
-                _, value = next(blocks)
-            else:
-                size = [side.stop - side.start for side in place]
-                value = torch.empty(size, dtype=dtype, device=torch.cuda.current_device())
-                dist.recv(value, src=holder)
-            for theirs, block, rows in layout.pieces(place):
-                whole[theirs][block] = value[rows].cpu()
-        yield from whole.values()
+def their_tensors(
+    expected: Mapping[str, Layout], stream: Stream, ranks: Collection[int] | None, dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield Hugging Face's tensors on the ranks that ask; the others do their part and yield nothing."""
+    for name, full in stream.tensors(list(expected), ranks=ranks, dtype=dtype):
+        layout = expected[name]
+        whole = {theirs: full.new_empty(shape) for theirs, shape in layout.shapes.items()}
+        for theirs, block, rows in layout.pieces(tuple(slice(0, side) for side in full.shape)):
+            whole[theirs][block] = full[rows]
+        yield from whole.items()

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 
+from minloop.architecture import unwrapped
 from minloop.checkpoint.hf.config import HFModel
 from minloop.checkpoint.hf.layout import own_name
 from minloop.checkpoint.parts import Part, parts, sharded_parameters
@@ -25,17 +27,22 @@ def chunks_of(target: Target) -> Sequence[torch.nn.Module]:
     return target.chunks if isinstance(target, TrainState) else target
 
 
+def groups_of(chunks: Sequence[torch.nn.Module]) -> ProcessGroupCollection:
+    """The groups that the model was built with."""
+    model: Any = unwrapped(chunks[0])
+    return model.pg_collection
+
+
 def own_parts(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Part]]:
     """What this rank holds of the model, with the name in `layouts` of the full tensor; values share memory with it."""
-    model: Any = unwrap_model(chunks[0])
-    for leaf, parameter in sharded_parameters(chunks, model.pg_collection):
+    for leaf, parameter in sharded_parameters(chunks, groups_of(chunks)):
         for part in parts(leaf, parameter.detach()):
             yield own_name(part), part
 
 
 def check_model(chunks: Sequence[torch.nn.Module], model: HFModel) -> None:
     """Raise ValueError unless chunks are of the model that Hugging Face's config describes, on every rank alike."""
-    own: Any = unwrap_model(chunks[0])
+    own: Any = unwrapped(chunks[0])
     config: Any = get_model_config(chunks[0])
     ours = {name: getattr(config, name) for name in model.fields if name not in TRAINING}
     for name in model.options:
