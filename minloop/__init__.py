@@ -54,10 +54,24 @@ with light_mcore_import():
     )
     from minloop.data_parallel import gathered_parameters, wrap_ddp
     from minloop.distributed import init_distributed, is_first_rank, seed_ranks, shutdown_distributed
+    from minloop.embedding import (
+        begin_step,
+        finish_step,
+        forward_backward,
+        load_full_parameters,
+        lora,
+        merge_lora,
+        named_full_parameters,
+        offload,
+        onload,
+        token_logprobs,
+    )
     from minloop.evaluation import Evaluation, evaluate
     from minloop.faults import Fault, FaultError, FaultGuard
     from minloop.flops import flops_per_token, peak_tflops
+    from minloop.fully_sharded import wrap_fsdp
     from minloop.garbage import manual_gc
+    from minloop.groups import build_groups
     from minloop.hybrid import build_hybrid_model, hybrid_provider
     from minloop.inference import forward_logits
     from minloop.injection import inject_fault
@@ -71,6 +85,7 @@ with light_mcore_import():
     from minloop.moe import expert_load
     from minloop.optimizer import build_optimizer
     from minloop.packed import packed_forward_step
+    from minloop.placement import place_batch
     from minloop.profiling import profiled_steps
     from minloop.sameness import (
         Difference,
@@ -119,12 +134,14 @@ __all__ = [
     "TokenizeReport",
     "TrainState",
     "TransformerConfig",
+    "begin_step",
     "build_byte_tokenizer",
     "build_config",
     "build_dataset_config",
     "build_ddp_config",
     "build_gpt_datasets",
     "build_gpt_model",
+    "build_groups",
     "build_hybrid_model",
     "build_loader",
     "build_mock_loader",
@@ -148,8 +165,10 @@ __all__ = [
     "expert_load",
     "export_weights",
     "fault_environment",
+    "finish_step",
     "first_difference",
     "flops_per_token",
+    "forward_backward",
     "forward_logits",
     "forward_times",
     "full_gradients",
@@ -166,16 +185,23 @@ __all__ = [
     "jsonl_sink",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_full_parameters",
     "load_hf_weights",
     "load_weights",
     "log_line",
+    "lora",
     "manual_gc",
     "mask_prompt",
+    "merge_lora",
+    "named_full_parameters",
     "num_microbatches",
+    "offload",
+    "onload",
     "pack_samples",
     "packed_forward_step",
     "padded_vocab_size",
     "peak_tflops",
+    "place_batch",
     "prefetch_to_device",
     "profiled_steps",
     "progress_bar",
@@ -192,12 +218,14 @@ __all__ = [
     "step_record",
     "stop_signals",
     "tensorboard_sink",
+    "token_logprobs",
     "token_loss",
     "tokenize_to_indexed",
     "train_step",
     "verify_checkpoint",
     "wandb_sink",
     "wrap_ddp",
+    "wrap_fsdp",
     "write_indexed",
     "write_run_config",
 ]

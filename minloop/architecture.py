@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_decoder_layer_specs,
@@ -11,6 +13,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import get
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+from megatron.core.utils import unwrap_model
 
 from minloop.layers import with_torch_parts
 from minloop.spelling import did_you_mean
@@ -26,6 +29,12 @@ YARN_DEFAULTS: dict[str, Any] = {
 }
 """Options of YaRN (arXiv 2309.00071) by the names under which mcore reads them off the config, which has no such
 fields; the defaults are those of mcore's `YarnRotaryEmbedding`."""
+
+
+def unwrapped(chunk: torch.nn.Module) -> Any:
+    """The model inside a chunk's wrappers, of which mcore's `unwrap_model` leaves Megatron FSDP's inner one."""
+    model: Any = unwrap_model(chunk)
+    return model.module if isinstance(model, MegatronFSDP) else model
 
 
 def gpt_specs(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> tuple[Any, Any]:

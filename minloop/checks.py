@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from minloop.context_parallel_checks import check_context_parallel
 from minloop.determinism import check_deterministic_config
 from minloop.expert_checks import check_experts
+from minloop.fsdp_checks import check_megatron_fsdp, check_not_fsdp, check_torch_fsdp, is_torch_fsdp
 from minloop.graph_checks import check_cuda_graphs
 from minloop.memory_checks import check_recompute
 from minloop.precision_checks import check_fp8_param, check_precision
@@ -63,14 +64,6 @@ COMBINED_SCHEDULE = (
     "ep_overlap_early_attn_memory_release",
 )
 """Fields of mcore's schedule that runs one microbatch's forward pass beside another's backward pass."""
-
-MEGATRON_FSDP = {
-    "use_megatron_fsdp": False,
-    "use_custom_fsdp": False,
-    "data_parallel_sharding_strategy": "no_shard",
-    "outer_dp_sharding_strategy": "no_shard",
-}
-"""Fields of `DistributedDataParallelConfig` that mcore's DDP does not read, with their defaults."""
 
 
 def use_transformer_engine() -> bool:
@@ -208,18 +201,19 @@ def _check_lengths(config: Any) -> None:
 
 def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> None:
     """Refuse a `DistributedDataParallelConfig` that mcore would accept and then not honour (see `build_ddp_config`)."""
-    for name, default in MEGATRON_FSDP.items():
-        if (value := getattr(ddp_config, name)) != default:
-            raise ValueError(
-                f"{name}={value!r} asks for Megatron FSDP, which minloop does not drive: leave it at {default!r}; "
-                "use_distributed_optimizer=True (ZeRO-1) shards optimizer states, and with "
-                "num_distributed_optimizer_instances > 1 within groups of replicas"
-            )
+    if is_torch_fsdp(ddp_config):
+        check_torch_fsdp(config, ddp_config)
+    elif ddp_config.use_megatron_fsdp:
+        check_megatron_fsdp(config, ddp_config)
+    else:
+        check_not_fsdp(ddp_config)
     check_fp8_param(config, ddp_config)
     if ddp_config.delay_wgrad_compute:
         raise ValueError("delay_wgrad_compute=True needs a schedule that minloop does not drive: set it to False")
-    if ddp_config.overlap_param_gather and not (
-        ddp_config.use_distributed_optimizer and ddp_config.overlap_grad_reduce
+    if (
+        not ddp_config.use_megatron_fsdp
+        and ddp_config.overlap_param_gather
+        and not (ddp_config.use_distributed_optimizer and ddp_config.overlap_grad_reduce)
     ):
         raise ValueError(
             "overlap_param_gather=True needs use_distributed_optimizer=True and overlap_grad_reduce=True, which are "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -46,6 +46,8 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
         chosen["overlap_p2p_comm"], chosen["batch_p2p_comm"] = overlap, not overlap
     if draft.num_moe_experts:  # as mcore would choose with a warning
         chosen["moe_ffn_hidden_size"] = draft.ffn_hidden_size or 4 * draft.hidden_size
+    elif draft.variable_seq_lengths:  # with which mcore refuses its default even where there are no experts
+        chosen["moe_token_dispatcher_type"] = "alltoall"
     # Of a graph's random numbers only Transformer Engine's tracker knows.
     chosen["use_te_rng_tracker"] = draft.cuda_graph_impl != "none" and draft.transformer_impl != "local"
     chosen |= _fusions(draft) | fields
@@ -139,11 +141,20 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
     Overlap is on wherever it can be: the gradient reduction with the backward pass, and with the distributed optimizer
     (ZeRO-1) the parameter gather with the forward pass.
 
+    For `wrap_fsdp`: with `use_megatron_fsdp` gradients are kept and reduced in fp32, too, and unless it is given
+    `data_parallel_sharding_strategy` is "optim_grads_params"; with `reshard_after_forward` it is mcore's
+    `TorchFullyShardedDataParallelConfig`.
+
     Raises:
         ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`;
             fp8_param without the distributed optimizer.
     """
-    sharded = fields.get("use_distributed_optimizer", False)
+    if "reshard_after_forward" in fields:
+        torch_config = TorchFullyShardedDataParallelConfig(**fields)
+        check_ddp_config(config, torch_config)
+        return torch_config
+    fsdp = fields.get("use_megatron_fsdp", False)
+    sharded = fields.get("use_distributed_optimizer", fsdp)
     overlap = fields.get("overlap_grad_reduce", True)
     chosen: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
@@ -151,6 +162,15 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
         "overlap_param_gather": sharded and overlap,
         "fp8_param_gather": config.fp8_param,
     }
+    if fsdp:
+        chosen |= {
+            "use_distributed_optimizer": True,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "gradient_reduce_div_fusion": torch.cuda.is_available(),
+            # On gloo no gather is to be under way when a run ends after its last step.
+            "fsdp_all_gather_in_start_param_sync": torch.cuda.is_available(),
+            "megatron_fsdp_main_grads_dtype": torch.float32,
+        }
     ddp_config = DistributedDataParallelConfig(**(chosen | fields))
     check_ddp_config(config, ddp_config)
     return ddp_config

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 _MAKERS = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace normal ones "
@@ -37,10 +38,8 @@ _Changes = Iterator[tuple[Any, str, Any]]  # attributes to set: owner, name, val
 
 def _cpu(device: Any) -> Any:
     """The CPU for a CUDA device (a torch.device, "cuda:0" or 0); anything else as it is."""
-    if isinstance(device, torch.device):
-        return _CPU if device.type == "cuda" else device
-    if isinstance(device, str):
-        return _CPU if device.split(":")[0] == "cuda" else device
+    if isinstance(device, torch.device | str):
+        return _CPU if torch.device(device).type == "cuda" else device
     return _CPU if type(device) is int else device  # a bool is no device
 
 
@@ -118,8 +117,7 @@ def _collective_changes() -> _Changes:
     even_all_gather, even_reduce_scatter, plus = dist.all_gather, dist.reduce_scatter, dist.ReduceOp.SUM
 
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        rank = dist.get_rank(group)
-        if rank < 0 or len({t.shape for t in tensor_list}) < 2:
+        if (rank := dist.get_rank(group)) < 0 or len({t.shape for t in tensor_list}) < 2:
             return even_all_gather(tensor_list, tensor, group, async_op)
         tensor_list[rank].copy_(tensor.detach())
         work: Any = None
@@ -129,8 +127,7 @@ def _collective_changes() -> _Changes:
         return work if async_op else None
 
     def reduce_scatter(output: Any, input_list: Any, op: Any = plus, group: Any = None, async_op: bool = False) -> Any:
-        rank = dist.get_rank(group)
-        if rank < 0 or len({t.shape for t in input_list}) < 2:
+        if (rank := dist.get_rank(group)) < 0 or len({t.shape for t in input_list}) < 2:
             return even_reduce_scatter(output, input_list, op, group, async_op)
         work: Any = None
         for i, t in enumerate(input_list):
@@ -141,6 +138,8 @@ def _collective_changes() -> _Changes:
                 output.copy_(total)
         return work if async_op else None
 
+    mesh = DeviceMesh.from_group
+    yield DeviceMesh, "from_group", staticmethod(lambda group, device_type, **more: mesh(group, "cpu", **more))
     yield dist, "all_gather", functools.wraps(even_all_gather)(all_gather)
     yield dist, "reduce_scatter", functools.wraps(even_reduce_scatter)(reduce_scatter)
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,8 @@ from megatron.core.utils import get_model_config
 from minloop.advice import say_choices
 from minloop.checks import HOOKS, check_ddp_config
 from minloop.cuda_graph import on_capture_stream
+from minloop.fsdp_checks import check_not_fsdp
+from minloop.fully_sharded import FullySharded, keep_weights, local_gradients, unsharded
 from minloop.messages import without_log_lines
 
 
@@ -35,9 +37,10 @@ def wrap_ddp(
     nothing: use `build_optimizer`.
 
     Raises:
-        ValueError: options that exclude each other, see `build_ddp_config`.
+        ValueError: options that exclude each other, see `build_ddp_config`, or that only `wrap_fsdp` reads.
     """
     config = get_model_config(chunks[0])
+    check_not_fsdp(ddp_config)
     check_ddp_config(config, ddp_config)
     say_choices(config, ddp_config, groups.dp_cp.size())
     ddp_config = copy.copy(ddp_config)  # DDP writes the bucket size it chose into it
@@ -63,7 +66,7 @@ def wrap_ddp(
     return wrapped
 
 
-def bind_hooks(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+def bind_hooks(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
     """Set, on the config that the chunks share, every hook that mcore's schedules call, and skip in silence when unset.
 
     Raises:
@@ -100,17 +103,55 @@ def bind_hooks(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOpt
 
 
 @contextlib.contextmanager
-def gathered_parameters(chunks: Sequence[torch.nn.Module]) -> Generator[None]:
+def gathered_parameters(chunks: Sequence[torch.nn.Module], *, whole: bool = True) -> Generator[None]:
     """While inside, every rank's parameters are those after the last optimizer step, and no gather hooks are in place.
 
     With `overlap_param_gather` they otherwise arrive only as the next training forward pass needs them: reading them
-    for evaluation or a checkpoint would see stale values.
+    for evaluation or a checkpoint would see stale values. Fully sharded models hold plain tensors in full meanwhile.
+
+    Args:
+        whole: False leaves fully sharded models as they are: forward passes gather in them by themselves.
     """
     hooked: list[Any] = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
     for chunk in hooked:
         chunk.disable_forward_pre_hook(param_sync=True)
-    try:
-        yield
-    finally:
-        for chunk in hooked:
-            chunk.enable_forward_pre_hook()
+    with contextlib.ExitStack() as stack:
+        for chunk in chunks if whole else ():
+            if isinstance(chunk, FullySharded):
+                stack.enter_context(unsharded(chunk))
+        try:
+            yield
+        finally:
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
+
+
+def take_over_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Inside `gathered_parameters`: let shards and the optimizer's master weights follow weights written by hand."""
+    for chunk in chunks:
+        if isinstance(chunk, FullySharded):
+            keep_weights(chunk)
+    if not getattr(getattr(chunks[0], "ddp_config", None), "use_megatron_fsdp", False):
+        optimizer.reload_model_params()
+
+
+def named_gradients(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank holds of each trainable parameter's gradient, once gradients are reduced."""
+    if isinstance(chunk, FullySharded):
+        yield from local_gradients(chunk)
+        return
+    for name, parameter in chunk.module.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter.main_grad
+
+
+def reduced_gradients(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """All that this rank holds of the gradients, once they are reduced: buffers of DDP, shards of FSDP."""
+    gradients: list[torch.Tensor] = []
+    for chunk in chunks:
+        if isinstance(chunk, FullySharded):
+            gradients += [gradient for _, gradient in local_gradients(chunk)]
+        else:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                gradients += [buffer.grad_data, *buffer.extra_main_grads]
+    return gradients

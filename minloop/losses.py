@@ -1,7 +1,7 @@
 """Losses: what a GPT's output becomes, and how reports of microbatches and ranks become one number on every rank."""
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from minloop.data_parallel import reduced_gradients
 from minloop.state import TrainState
 
 Report = dict[str, torch.Tensor]
@@ -58,7 +59,7 @@ def exact_token_count(
         if finalize is not None:
             finalize(model, None, **options)
             if num_tokens is not None and known is None:
-                _divide_gradients(model, tokens, options["pg_collection"])
+                divide_gradients(model, tokens, options["pg_collection"])
 
     config.finalize_model_grads_func = finalize_by_tokens
     if known is not None:
@@ -70,17 +71,15 @@ def exact_token_count(
         config.finalize_model_grads_func, config.grad_scale_func = finalize, scale
 
 
-def _divide_gradients(chunks: list[Any], tokens: torch.Tensor, groups: ProcessGroupCollection) -> None:
+def divide_gradients(chunks: Sequence[Any], tokens: torch.Tensor, groups: ProcessGroupCollection) -> None:
     """Divide all gradients by the tokens of the global batch, which only the last pipeline stage has counted.
 
     mcore's `finalize_model_grads` would do it given the number, by a kernel that is slower for a divisor on the GPU.
     """
     dist.broadcast(tokens, src=dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
     dist.all_reduce(tokens, group=groups.dp_cp)
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    gradients = [gradient for buffer in buffers for gradient in (buffer.grad_data, *buffer.extra_main_grads)]
     multiply: Any = getattr(torch, "_foreach_mul_")  # noqa: B009  # torch gives it no type
-    multiply(gradients, tokens.clamp(min=1).reciprocal().float())
+    multiply(reduced_gradients(chunks), tokens.clamp(min=1).reciprocal().float())
 
 
 def _counting_loss(

@@ -5,17 +5,32 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def require_iterator(data: Any) -> None:
+    """Raise TypeError unless `data` goes on where it stood."""
+    if iter(data) is not data:
+        raise TypeError(
+            f"{type(data).__name__} begins anew whenever it is iterated, so every step would see the same batches: "
+            "pass an iterator, made once with iter(...), or minloop's Loader"
+        )
+
+
 class Microbatches:
-    """The next microbatches of a step, and their shape, read off the first."""
+    """The next microbatches of a step, and their shape, read off the first; with `varying` others may differ."""
 
     def __init__(
-        self, data: Iterable[Any], count: int, micro_batch_size: int | None = None, seq_length: int | None = None
+        self,
+        data: Iterable[Any],
+        count: int,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
+        *,
+        varying: bool = False,
     ) -> None:
         if count < 1:
             raise ValueError(f"num_microbatches ({count}) must be at least 1")
         self.count, self._data = count, iter(data)
         self._taken: list[Any] = []
-        self._from_batch = micro_batch_size is None or seq_length is None
+        self._from_batch = not varying and (micro_batch_size is None or seq_length is None)
         if micro_batch_size is None or seq_length is None:
             first: Any = self._next(0)
             self._data = itertools.chain([first], self._data)

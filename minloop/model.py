@@ -17,9 +17,8 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import unwrap_model
 
-from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options
+from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options, unwrapped
 from minloop.checks import check_config
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
@@ -112,7 +111,7 @@ def build_model(
 def _freeze_tied_weight(chunks: list[MegatronModule], groups: ProcessGroupCollection) -> None:
     """If a first or last stage froze its copy of a tied embedding, freeze the other: mcore sums gradients of both."""
     group: Any = groups.embd
-    models: list[Any] = [unwrap_model(chunk) for chunk in chunks]
+    models: list[Any] = [unwrapped(chunk) for chunk in chunks]
     ends = [model for model in models if model.pre_process or model.post_process]
     if group is None or group.size() == 1 or not ends or not ends[0].share_embeddings_and_output_weights:
         return

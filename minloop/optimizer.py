@@ -1,5 +1,6 @@
 """Optimizers: mcore's, built over the chunks; and what torch's Adam and SGD lack inside mcore's."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from minloop.fully_sharded import FullySharded
+from minloop.groups import gathering_within
 from minloop.messages import without_warnings
 from minloop.precision_checks import check_optimizer_precision
 
@@ -34,7 +37,7 @@ EMERGING_OPTIMIZERS = ("lion", "muon")
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[DistributedDataParallel | FullySharded],
     optimizer_config: OptimizerConfig,
     groups: ProcessGroupCollection,
     **mcore_options: Any,
@@ -59,7 +62,10 @@ def build_optimizer(
         overrides = mcore_options.get("config_overrides") or get_standard_config_overrides(optimizer_config)
         scaled = get_mup_config_overrides(optimizer_config, config.mup_width_mult, optimizer_config.optimizer)
         mcore_options["config_overrides"] = overrides | scaled
-    with without_warnings():  # of experimental parts of mcore that it imports
+    if chunks[0].ddp_config.outer_dp_sharding_strategy != "no_shard":
+        groups = copy.copy(groups)
+        groups.intra_dist_opt = groups.tp_dp_cp  # mcore sums the gradient norm over these ranks: all have other shards
+    with without_warnings(), gathering_within(groups):  # warnings of experimental parts of mcore that it imports
         optimizer = get_megatron_optimizer(
             optimizer_config,
             [*chunks],

@@ -38,7 +38,7 @@ def forward_backward(
     Returns:
         The reports of the microbatches; empty but on the last pipeline stage.
     """
-    _check_count(state, batches.count)
+    check_count(state, batches.count)
     config, taken = state.config, batches.take()
     # fp16 has no room for gradients that small; its loss scale would have to be larger by the number of tokens.
     ahead = counts_loss_mask and config.calculate_per_token_loss and not (forward_only or config.fp16)
@@ -46,7 +46,7 @@ def forward_backward(
     def run(taken: Sequence[Any]) -> list[Report]:
         tokens = _tokens_ahead(taken, state.groups) if ahead else None
         with exact_token_count(config, forward_step, tokens) as counting_step, state.auxiliary_losses.recording():
-            return _run_schedule(state, batches, taken, counting_step, forward_only)
+            return run_schedule(state, batches, taken, counting_step, forward_only)
 
     if config.cuda_graph_impl != "full_iteration" or forward_only or not torch.cuda.is_available():
         return run(taken)
@@ -58,7 +58,8 @@ def forward_backward(
     return state.graphs.run(run, forward_step, placed, config.cuda_graph_warmup_steps)
 
 
-def _check_count(state: TrainState, count: int) -> None:
+def check_count(state: TrainState, count: int) -> None:
+    """Raise ValueError unless virtual pipeline stages can work through `count` microbatches."""
     config, pp = state.config, state.groups.pp.size()
     vpp, group = config.virtual_pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage or pp
     if vpp is not None and not (group <= count and count % group in (0, *range(pp, group))):
@@ -80,9 +81,10 @@ def _tokens_ahead(batches: Sequence[Any], groups: ProcessGroupCollection) -> tor
     return tokens
 
 
-def _run_schedule(
+def run_schedule(
     state: TrainState, shape: Microbatches, batches: Sequence[Any], forward_step: ForwardStep, forward_only: bool
 ) -> list[Report]:
+    """Run mcore's schedule over `batches`; returns the reports of the last pipeline stage, on others an empty list."""
     config, pp, several = state.config, state.groups.pp.size(), len(state.chunks) > 1
     schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=config.virtual_pipeline_model_parallel_size)
     return schedule(

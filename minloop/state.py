@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron.core.distributed import DistributedDataParallel
+import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,6 +15,29 @@ from megatron.core.utils import get_model_config
 from minloop.cuda_graph import StepGraphs
 from minloop.data_parallel import bind_hooks
 from minloop.moe import AuxiliaryLosses, mend_experts
+
+
+@dataclass
+class OpenStep:
+    """What a step in parts has gathered since `begin_step`.
+
+    Attributes:
+        tokens: with loss in the global batch, 0-d float64; None if the host did not say.
+        counted: tokens with loss of this rank's microbatches, 0-d float64.
+        reports: of this rank's microbatches, {name: [sum, count]}; empty but on the last pipeline stage.
+        forward_step: the first one used.
+        auxiliary: losses of routers and of multi-token prediction, summed over microbatches.
+        num_microbatches: of each `forward_backward`.
+        num_samples: of this rank's microbatches.
+    """
+
+    tokens: torch.Tensor | None
+    counted: torch.Tensor
+    reports: list[dict[str, torch.Tensor]] = field(default_factory=list[dict[str, torch.Tensor]])
+    forward_step: Callable[..., Any] | None = None
+    auxiliary: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    num_microbatches: list[int] = field(default_factory=list[int])
+    num_samples: int = 0
 
 
 @dataclass
@@ -29,16 +52,18 @@ class TrainState:
         groups: the process groups.
         iteration: optimizer steps taken, skipped ones included.
         consumed_samples: samples taken from the data, over all data parallel ranks.
-        skipped_iterations: steps whose update was skipped for overflow.
+        skipped_iterations: steps whose update was skipped, for overflow or by a guard.
         report_names: names of the losses that each forward step used so far reports.
         auxiliary_losses: what mcore records of the training step under way.
         graphs: with cuda_graph_impl="full_iteration", the CUDA graphs of its steps.
+        open_step: of a step in parts, from `begin_step` to `finish_step`.
+        offloaded: what `offload` moved, and its bytes in host memory.
     Raises:
         TypeError: a plain torch optimizer, which would never change a weight.
         RuntimeError: the hooks are bound already.
     """
 
-    chunks: list[DistributedDataParallel]
+    chunks: list[Any]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler | None
     config: TransformerConfig
@@ -51,6 +76,10 @@ class TrainState:
     )
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses, repr=False)
     graphs: StepGraphs = field(default_factory=StepGraphs, repr=False)
+    open_step: OpenStep | None = field(default=None, repr=False)
+    offloaded: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]] = field(
+        default_factory=dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]], repr=False
+    )
 
     def __post_init__(self) -> None:
         optimizer: Any = self.optimizer  # most callers check no types
@@ -62,3 +91,9 @@ class TrainState:
         bind_hooks(self.chunks, self.optimizer)
         self.config = get_model_config(self.chunks[0])
         mend_experts(self.chunks, self.groups)
+
+
+def require_memory(state: TrainState, *kinds: str) -> None:
+    """Raise RuntimeError if `offload` moved one of `kinds`, by default anything."""
+    if moved := [kind for kind in state.offloaded if not kinds or kind in kinds]:
+        raise RuntimeError(f"{', '.join(moved)} of this training state are in host memory: call onload(state) first")

@@ -12,10 +12,10 @@ from megatron.core.utils import get_attr_wrapped_model
 from minloop.data import Batch
 from minloop.data_parallel import gathered_parameters
 from minloop.losses import LossFunction, Report, reduce_reports, token_loss
-from minloop.microbatches import Microbatches
+from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import place_batch
 from minloop.schedule import ForwardStep, forward_backward
-from minloop.state import TrainState
+from minloop.state import TrainState, require_memory
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,27 @@ def train_step(
         RuntimeError: the data ended before the step.
     """
     require_iterator(data)
-    learning_rate = state.optimizer.param_groups[0]["lr"]
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
     compute = partial(_compute, state, batches, forward_step)
     computed, allowed = (compute(), True) if guard is None else guard.watch(state, batches, compute)
+    num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
+    auxiliary = partial(state.auxiliary_losses.reduce, state.config, state.groups, num_microbatches)
+    return take_step(state, computed, auxiliary, num_samples, allowed, empty_unused_memory_level)
+
+
+def take_step(
+    state: TrainState,
+    computed: Computed,
+    auxiliary: Callable[[], dict[str, torch.Tensor]],
+    num_samples: int,
+    allowed: bool = True,
+    empty_unused_memory_level: int = 0,
+) -> StepMetrics:
+    """Update the weights by gradients that are there, unless that is not `allowed`, and advance the counters."""
+    learning_rate = state.optimizer.param_groups[0]["lr"]
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
     updated, grad_norm = _update(state, allowed, empty_unused_memory_level)
-    losses, tokens = computed.losses, computed.num_tokens
-    losses |= state.auxiliary_losses.reduce(state.config, state.groups, num_microbatches)
-    num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
+    losses = computed.losses | auxiliary()
     state.iteration += 1
     state.consumed_samples += num_samples
     if not updated:
@@ -158,7 +170,7 @@ def train_step(
     return StepMetrics(
         loss=next(iter(losses.values())),
         losses=losses,
-        num_tokens=tokens,
+        num_tokens=computed.num_tokens,
         num_samples=num_samples,
         # a number, or with Transformer Engine a tensor that is still on its way
         grad_norm=None if grad_norm is None else torch.as_tensor(grad_norm, dtype=torch.float64),
@@ -169,13 +181,21 @@ def train_step(
 
 
 def _compute(state: TrainState, batches: Microbatches, forward_step: ForwardStep) -> Computed:
-    _begin_step(state)
+    clear_gradients(state)
     counts_loss_mask = forward_step is gpt_forward_step
     reports = forward_backward(state, batches, forward_step, forward_only=False, counts_loss_mask=counts_loss_mask)
     return Computed(reports, *reduce_reports(state, reports, forward_step))
 
 
-def _begin_step(state: TrainState) -> None:
+def clear_gradients(state: TrainState) -> None:
+    """Begin a step: training mode, gradients of zero.
+
+    Raises:
+        RuntimeError: a step in parts is under way, or `offload` holds the memory.
+    """
+    if state.open_step is not None:
+        raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
+    require_memory(state)
     for chunk in state.chunks:
         if not chunk.training:
             chunk.train()
@@ -190,16 +210,7 @@ def _update(state: TrainState, allowed: bool, empty_unused_memory_level: int) ->
     outcome: Any = state.optimizer.step() if allowed else (False, None, None)
     if empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
-    updated, grad_norm, _ = outcome
-    return updated, grad_norm
-
-
-def require_iterator(data: Any) -> None:
-    if iter(data) is not data:
-        raise TypeError(
-            f"{type(data).__name__} begins anew whenever it is iterated, so every step would see the same batches: "
-            "pass an iterator, made once with iter(...), or minloop's Loader"
-        )
+    return outcome[:2]
 
 
 def eval_step(
@@ -227,8 +238,9 @@ def eval_step(
 @contextlib.contextmanager
 def evaluating(state: TrainState) -> Generator[None]:
     """While inside, the model is in evaluation mode and holds the weights after the last step."""
+    require_memory(state, "weights")
     training = [chunk.training for chunk in state.chunks]
-    with gathered_parameters(state.chunks):
+    with gathered_parameters(state.chunks, whole=False):
         try:
             for chunk in state.chunks:
                 chunk.eval()

@@ -72,7 +72,8 @@ def small_state(
     instances = ddp_config.num_distributed_optimizer_instances
     groups = minloop.init_distributed(config, seed=seed, num_distributed_optimizer_instances=instances, **(init or {}))
     chunks = build(config, groups, vocab_size=VOCAB_SIZE, max_sequence_length=SEQUENCE_LENGTH, **(gpt or {}))
-    chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
+    fully_sharded = ddp_config.use_megatron_fsdp or hasattr(ddp_config, "reshard_after_forward")
+    chunks: Any = (minloop.wrap_fsdp if fully_sharded else minloop.wrap_ddp)(chunks, ddp_config, groups)
     optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=lr, **(optimizer or {}))
     built = minloop.build_optimizer(chunks, optimizer_config, groups)
     schedule = None

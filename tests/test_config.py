@@ -275,14 +275,13 @@ def test_ddp_and_optimizer_configs() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("use_megatron_fsdp", True),
         ("use_custom_fsdp", True),
         ("data_parallel_sharding_strategy", "optim_grads_params"),
         ("outer_dp_sharding_strategy", "optim"),
     ],
 )
 def test_megatron_fsdp_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{field}={value!r} asks for Megatron FSDP.*use_distributed_optimizer=True"):
+    with pytest.raises(ValueError, match=rf"{field}={value!r} asks for Megatron FSDP: use wrap_fsdp"):
         minloop.build_ddp_config(minloop.build_config(**MODEL), **{field: value})
 
 

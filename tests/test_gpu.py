@@ -285,3 +285,48 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     needs(1)
     with pytest.raises(RankError, match=r"this machine shows \d+ GPU\(s\): start at most one rank per GPU"):
         run_ranks(1, beyond_the_last_gpu, timeout=60)
+
+
+def _given_back() -> tuple[float, bool]:
+    """The share of the state's memory that offload gives back, and whether training then goes on as without."""
+    losses: list[list[float]] = []
+    share = 0.0
+    for moving in (False, True):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        state = small_state(**MODEL, bf16=True, ddp=SHARDED)
+        loader = text_loader(state)
+        losses.append([loss for loss, _ in train(state, loader, 2)])
+        if moving:
+            held = torch.cuda.memory_allocated() - before
+            minloop.offload(state)
+            share = 1 - (torch.cuda.memory_allocated() - before) / held
+            minloop.onload(state)
+        losses[-1] += [loss for loss, _ in train(state, loader, 2)]
+        del state, loader
+        minloop.shutdown_distributed()
+    return share, losses[0] == losses[1]
+
+
+def test_offload_gives_memory_back() -> None:
+    ((share, equal),) = run_ranks(1, _given_back)
+    assert equal
+    assert share > 0.9
+
+
+def _streamed() -> tuple[int, int]:
+    """Bytes that streaming takes at most, and those of the largest weight."""
+    state = small_state(hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8)
+    largest = max(weight.nbytes for _, weight in minloop.named_full_parameters(state))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in minloop.named_full_parameters(state):
+        pass
+    taken = torch.cuda.max_memory_allocated() - before
+    minloop.shutdown_distributed()
+    return taken, largest
+
+
+def test_streaming_takes_two_full_weights() -> None:
+    for taken, largest in run_ranks(1, _streamed):
+        assert largest <= taken <= 2 * largest

@@ -17,11 +17,12 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 
 # A stage may import those before it, never those after it; minloop/__init__.py comes after all.
 STAGES = """
-messages cpu determinism spelling context_parallel_checks expert_checks graph_checks memory_checks precision_checks
-tensor_parallel_checks checks config launch distributed everyone tp_overlap layers architecture model hybrid_pattern
-hybrid cuda_graph advice data_parallel optimizer lr_schedule moe state signals stragglers data losses microbatches
-placement packed schedule injection step evaluation flops parameter_count activation_memory memory metrics
-timing logs profiling garbage inference checkpoint faults sameness
+messages cpu determinism spelling context_parallel_checks expert_checks fsdp_checks graph_checks memory_checks
+precision_checks tensor_parallel_checks checks config launch distributed groups everyone tp_overlap layers architecture
+model hybrid_pattern hybrid cuda_graph advice fully_sharded data_parallel optimizer lr_schedule moe state signals
+stragglers data losses microbatches placement packed schedule injection step evaluation flops parameter_count
+activation_memory memory metrics timing logs profiling garbage inference checkpoint fault_places faults embedding
+sameness
 """.split()
 
 MAX_FILE_LINES = 250
@@ -43,18 +44,19 @@ PUBLIC_NAMES = """
 Batch CheckpointDescription CheckpointError DatasetDescription Difference DistributedDataParallelConfig Evaluation Fault
 FaultError FaultGuard GPTDatasetConfig LayoutRecord Loader MLATransformerConfig MemoryEstimate ModelProvider
 OptimizerConfig PendingSave ProcessGroupCollection Record Sink StepMetrics StepTimer StepTimes StopRequest
-TokenizeReport TrainState TransformerConfig build_byte_tokenizer build_config build_dataset_config build_ddp_config
-build_gpt_datasets build_gpt_model build_hybrid_model build_loader build_mock_loader build_model build_optimizer
-build_optimizer_config build_scheduler build_stream_loader build_tokenizer check_replicas compare_layouts
-compare_records console_sink cpu_backend describe_checkpoint describe_dataset estimate_memory eval_step evaluate
-evaluation_record expert_load export_weights fault_environment first_difference flops_per_token forward_logits
-forward_times full_gradients full_weights gathered_parameters gpt_forward_step gpt_provider hf_config_fields
-hybrid_provider init_distributed init_tp_overlap inject_fault is_first_rank jsonl_sink latest_checkpoint load_checkpoint
-load_hf_weights load_weights log_line manual_gc mask_prompt num_microbatches pack_samples packed_forward_step
-padded_vocab_size peak_tflops prefetch_to_device profiled_steps progress_bar ramped_batch_size read_run_config
-record_layout record_line replace_layout save_checkpoint save_hf_weights seed_ranks shutdown_distributed start_save
-step_record stop_signals tensorboard_sink token_loss tokenize_to_indexed train_step verify_checkpoint wandb_sink
-wrap_ddp write_indexed write_run_config
+TokenizeReport TrainState TransformerConfig begin_step build_byte_tokenizer build_config build_dataset_config
+build_ddp_config build_gpt_datasets build_gpt_model build_groups build_hybrid_model build_loader build_mock_loader
+build_model build_optimizer build_optimizer_config build_scheduler build_stream_loader build_tokenizer check_replicas
+compare_layouts compare_records console_sink cpu_backend describe_checkpoint describe_dataset estimate_memory eval_step
+evaluate evaluation_record expert_load export_weights fault_environment finish_step first_difference flops_per_token
+forward_backward forward_logits forward_times full_gradients full_weights gathered_parameters gpt_forward_step
+gpt_provider hf_config_fields hybrid_provider init_distributed init_tp_overlap inject_fault is_first_rank jsonl_sink
+latest_checkpoint load_checkpoint load_full_parameters load_hf_weights load_weights log_line lora manual_gc mask_prompt
+merge_lora named_full_parameters num_microbatches offload onload pack_samples packed_forward_step padded_vocab_size
+peak_tflops place_batch prefetch_to_device profiled_steps progress_bar ramped_batch_size read_run_config record_layout
+record_line replace_layout save_checkpoint save_hf_weights seed_ranks shutdown_distributed start_save step_record
+stop_signals tensorboard_sink token_logprobs token_loss tokenize_to_indexed train_step verify_checkpoint wandb_sink
+wrap_ddp wrap_fsdp write_indexed write_run_config
 """.split()
 
 

@@ -93,6 +93,12 @@ def there_and_back(source: Path, target: Path, names: list[str], options: dict[s
         state = state_here(source / name, load_early=number % 2 == 0, **options)
         found.append(minloop.forward_logits(state, TOKENS))
         minloop.save_hf_weights(target / "same" / name, state, source / name)
+        streamed = dict(minloop.named_full_parameters(state, ranks=[0], hf_config=source / name))
+        if streamed:
+            saved = load_file(target / "same" / name / "model.safetensors")
+            assert {tensor: value.tolist() for tensor, value in streamed.items()} == {
+                tensor: value.tolist() for tensor, value in saved.items()
+            }
         train(state, text_loader(state), 1)
         found.append(minloop.forward_logits(state, TOKENS))
         minloop.save_hf_weights(target / "trained" / name, state, source / name, max_shard_size=20_000)

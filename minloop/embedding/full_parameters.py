@@ -1,0 +1,106 @@
+"""Weights out and in, one full tensor at a time, by names that no layout changes: for an engine or another model."""
+
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minloop.checkpoint.hf.config import read_hf_config
+from minloop.checkpoint.hf.layout import layouts
+from minloop.checkpoint.hf.save import check_complete, their_tensors
+from minloop.checkpoint.hf.target import check_model, own_parts
+from minloop.checkpoint.parts import Part, parts, sharded_parameters
+from minloop.checkpoint.streaming import FullTensor, Stream
+from minloop.checkpoint.tensors import matches
+from minloop.data_parallel import gathered_parameters, take_over_weights
+from minloop.precision_checks import refuse_fp8_weights
+from minloop.state import TrainState, require_memory
+
+
+@torch.no_grad()
+def named_full_parameters(
+    state: TrainState,
+    *,
+    ranks: Collection[int] | None = None,
+    dtype: torch.dtype | None = None,
+    only: Sequence[str] = ("*",),
+    hf_config: str | Path | Mapping[str, Any] | None = None,
+) -> Generator[tuple[str, torch.Tensor]]:
+    """Yield every weight in its full shape, on this rank's device, whatever the layout; every rank iterates to the end.
+
+        for name, weight in minloop.named_full_parameters(state, ranks=[0]):
+            engine.load(name, weight)  # on rank 0; other ranks get nothing and send their parts
+
+    Beside the shard a rank needs memory for the tensor yielded, if it asks, and for one block of it. Names are those of
+    `full_weights`: the checkpoint's, with the layer (from 0) and the expert where the checkpoint stacks them.
+
+    Args:
+        ranks: global ranks that get the tensors, from the ranks that hold their parts; by default all, by broadcasts.
+        dtype: cast to it before anything is sent; by default the weights' own.
+        only: names that are wanted, in patterns with * for anything; not with `hf_config`.
+        hf_config: a directory with Hugging Face's config.json, or its content: names and shapes are then
+            Hugging Face's, of the architectures that `hf_config_fields` knows.
+    Raises:
+        ValueError: weights in FP8; `hf_config` describes another model.
+    """
+    if state.config.fp8_param:
+        raise ValueError("named_full_parameters cannot cut weights kept in FP8 (fp8_param=True): set fp8_param=False")
+    require_memory(state, "weights")
+    with gathered_parameters(state.chunks):
+        if hf_config is None:
+            stream = Stream(((part.full_name(), part) for part in _parts(state)), state.groups)
+            wanted = [name for name in stream.known if matches(name, only)]
+            yield from stream.tensors(wanted, ranks=ranks, dtype=dtype)
+            return
+        model = read_hf_config(hf_config)
+        check_model(state.chunks, model)
+        expected, stream = layouts(model), Stream(own_parts(state.chunks), state.groups)
+        check_complete(expected, stream.known)
+        yield from their_tensors(expected, stream, ranks, dtype)
+
+
+@torch.no_grad()
+def load_full_parameters(
+    state: TrainState, tensors: Iterable[tuple[str, torch.Tensor]], *, only: Sequence[str] = ("*",)
+) -> None:
+    """Take this rank's parts of full weights: the inverse of `named_full_parameters`, in any layout.
+
+    Every rank iterates over the same tensors and holds one at a time. Those of another live model may be given as they
+    come: ``load_full_parameters(reference, named_full_parameters(actor))``. The optimizer's master weights follow.
+
+    Args:
+        tensors: (name, tensor), in any order; cast to the weights' dtype.
+        only: names of this model's weights that must be among them, in patterns with * for anything; others may be.
+    Raises:
+        ValueError: a name that this model lacks, another shape, or weights that were not among them. Every rank raises
+            it; weights that came before have changed.
+    """
+    refuse_fp8_weights(state.config, "load_full_parameters")
+    require_memory(state)
+    own: dict[str, list[Part]] = {}
+    with gathered_parameters(state.chunks):
+        for part in _parts(state):
+            own.setdefault(part.full_name(), []).append(part)
+        known = Stream(((name, part) for name, found in own.items() for part in found), state.groups).known
+        missing = {name for name in known if matches(name, only)}
+        for name, tensor in tensors:
+            _check(name, tensor, known)
+            missing.discard(name)
+            for part in own.get(name, []):
+                part.tensor.copy_(tensor[part.place])
+        if missing:
+            raise ValueError(f"{len(missing)} weights were not given, such as {', '.join(sorted(missing)[:5])}")
+        take_over_weights(state.chunks, state.optimizer)
+
+
+def _parts(state: TrainState) -> Iterable[Part]:
+    for leaf, parameter in sharded_parameters(state.chunks, state.groups):
+        yield from parts(leaf, parameter.detach())
+
+
+def _check(name: str, tensor: torch.Tensor, known: Mapping[str, FullTensor]) -> None:
+    if name not in known:
+        raise ValueError(f"this model has no weight {name}")
+    if tuple(tensor.shape) != known[name].shape:
+        raise ValueError(f"{name} is {list(tensor.shape)} where it comes from, {list(known[name].shape)} here")

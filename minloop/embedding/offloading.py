@@ -1,0 +1,122 @@
+"""Memory given back to the device while something else runs there, and taken again, bit for bit.
+
+What is moved is the storage under the tensors, not the tensors: views into DDP's buffers, shards of the distributed
+optimizer and gradients are views of the same memory when it is there again.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from minloop.fully_sharded import refuse_fully_sharded
+from minloop.state import TrainState
+
+ALL = ("weights", "gradients", "optimizer")
+
+
+def offload(state: TrainState, kinds: Collection[str] = ALL) -> None:
+    """Move weights, gradients and optimizer state to host memory, and give their device memory back.
+
+    Host memory is pinned on a GPU. What is off already stays off. Until `onload` the state cannot train or be saved,
+    nor be evaluated without its weights: that is refused by name, but a host that reads a weight itself reads nothing.
+
+    Args:
+        kinds: of "weights" (with the models' buffers), "gradients" and "optimizer" (its state and master weights).
+            fp32 master weights that are the weights themselves, or shards of them, go with the weights.
+    Raises:
+        ValueError: an unknown kind; a fully sharded model; weights kept in FP8; CUDA graphs, which remember where
+            memory was.
+        RuntimeError: a step in parts is under way.
+    """
+    _check(state, kinds)
+    _wait()  # streams of communication, too, may be at work on it
+    for kind, storages in _storages(state).items():
+        if kind in kinds and kind not in state.offloaded:
+            state.offloaded[kind] = [(storage, _to_host(storage)) for storage in storages]
+            _wait()
+            for storage in storages:
+                storage.resize_(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def onload(state: TrainState, kinds: Collection[str] = ALL) -> None:
+    """Take back what `offload` moved, as it was; what is there already stays as it is.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    _check(state, kinds)
+    for kind in kinds:
+        for storage, host in state.offloaded.pop(kind, []):
+            storage.resize_(host.nbytes)
+            _bytes_of(storage).copy_(host, non_blocking=True)
+    _wait()  # before the host's copies are gone
+
+
+def _check(state: TrainState, kinds: Collection[str]) -> None:
+    if unknown := sorted(set(kinds) - set(ALL)):
+        raise ValueError(f"unknown kinds {', '.join(unknown)}: use some of {', '.join(ALL)}")
+    refuse_fully_sharded(state.chunks, "offload:")
+    if state.config.fp8_param or state.config.cuda_graph_impl != "none":
+        raise ValueError(
+            f"fp8_param={state.config.fp8_param} and cuda_graph_impl={state.config.cuda_graph_impl!r}: weights kept in "
+            "FP8 have no storage of their own, and graphs remember where memory was; offload needs False and 'none'"
+        )
+    if state.open_step is not None:
+        raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
+
+
+def _storages(state: TrainState) -> dict[str, list[torch.UntypedStorage]]:
+    """The device memory of each kind; memory that several share goes with the first."""
+    device = next(parameter for chunk in state.chunks for parameter in chunk.parameters()).device.type
+    seen: set[int] = set()
+    found: dict[str, list[torch.UntypedStorage]] = {}
+    for kind, tensors in (("weights", _weights), ("gradients", _gradients), ("optimizer", _optimizer_tensors)):
+        found[kind] = []
+        for tensor in tensors(state):
+            storage: Any = tensor.untyped_storage()
+            key = storage._cdata  # its identity, as memory that is off has no address
+            if storage.device.type == device and key not in seen:
+                seen.add(key)
+                found[kind].append(storage)
+    return found
+
+
+def _weights(state: TrainState) -> Iterator[torch.Tensor]:
+    for chunk in state.chunks:
+        yield from chunk.parameters()
+        yield from chunk.module.buffers()  # DDP's own `buffers` are those of gradients
+
+
+def _gradients(state: TrainState) -> Iterator[torch.Tensor]:
+    for chunk in state.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            yield from (buffer.grad_data, *buffer.extra_main_grads)
+
+
+def _optimizer_tensors(state: TrainState) -> Iterator[torch.Tensor]:
+    outer: Any = state.optimizer
+    for one in getattr(outer, "chained_optimizers", [outer]):
+        inner: Any = one.optimizer
+        if inner is None:  # no weights of its kind on this rank
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for values in inner.state.values():
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+    return host.copy_(_bytes_of(storage), non_blocking=True)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
