@@ -67,6 +67,15 @@ def rollout(state, generator, num_prompts, group_size):
     return batch, rewards.mean().item()
 
 
+def update(state, batch):
+    """One optimizer step, in two microbatches."""
+    minloop.begin_step(state)
+    for rows in torch.arange(len(batch["tokens"])).split(len(batch["tokens"]) // 2):
+        part = {name: value[rows.to(value.device)] for name, value in batch.items()}
+        minloop.forward_backward(state, [part], num_microbatches=1, forward_step=policy_step)
+    return minloop.finish_step(state)
+
+
 def main(steps=30, num_prompts=4, group_size=8, updates_per_rollout=2, **layout):
     state = build(**(layout or {"tensor_model_parallel_size": 2}))
     generator = torch.Generator().manual_seed(1 + state.groups.dp.rank())  # each replica has prompts of its own
@@ -74,14 +83,9 @@ def main(steps=30, num_prompts=4, group_size=8, updates_per_rollout=2, **layout)
     for step in range(steps):
         batch, reward = rollout(state, generator, num_prompts, group_size)
         rewards.append(reward)
-        for _ in range(updates_per_rollout):
-            minloop.begin_step(state)
-            for rows in torch.arange(len(batch["tokens"])).split(len(batch["tokens"]) // 2):  # two microbatches
-                part = {name: value[rows.to(value.device)] for name, value in batch.items()}
-                minloop.forward_backward(state, [part], num_microbatches=1, forward_step=policy_step)
-            metrics = minloop.finish_step(state)
+        *_, metrics = [update(state, batch) for _ in range(updates_per_rollout)]
         if minloop.is_first_rank(state.groups):
-            print(f"{step + 1:3d}  reward {reward:.3f}  gradient norm {metrics.grad_norm.item():.3f}")
+            print(f"{step + 1:3d}  reward {reward:.3f}  gradient norm {float(metrics.grad_norm or 0):.3f}")
     minloop.shutdown_distributed()
     return rewards
 

@@ -7,6 +7,7 @@ thousand lines around `loss.backward()`. A dataset of the `datasets` package wit
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -38,7 +39,7 @@ def tokenized_dataset(groups, samples=64):
 
 def main(epochs=1, gradient_accumulation_steps=4, max_steps=None, **layout):
     state = train.build(256, 64, seed=1234, **(layout or {"tensor_model_parallel_size": 2}))
-    shard = tokenized_dataset(state.groups)  # of this data parallel rank
+    shard: Any = tokenized_dataset(state.groups)  # of this data parallel rank
     losses, gathered = [], []
     for _ in range(epochs):
         for batch in DataLoader(shard, batch_size=4, collate_fn=collate):

@@ -4,6 +4,9 @@
 megatron-core with Ray Train to compare with; verl's workers, Ray actors too, keep about 3,200 lines around it.
 """
 
+# the host is no dependency of the project
+# pyright: reportMissingImports=false
+
 import sys
 from pathlib import Path
 

@@ -8,6 +8,7 @@ CPU tensors [n, s], those of one data parallel rank; it calls every rank alike.
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class MegatronWorker:
         minloop.offload(self.actor)
         return {
             "actor/pg_loss": metrics.loss.item(),
-            "actor/grad_norm": metrics.grad_norm.item(),
+            "actor/grad_norm": float(metrics.grad_norm or 0),
             "actor/lr": metrics.learning_rate,
         }
 
@@ -88,7 +89,7 @@ class MegatronWorker:
         )
 
     def _state(self, config, groups):
-        sizes = {"vocab_size": policy_gradient.VOCAB_SIZE, "max_sequence_length": policy_gradient.LENGTH}
+        sizes: Any = {"vocab_size": policy_gradient.VOCAB_SIZE, "max_sequence_length": policy_gradient.LENGTH}
         chunks = minloop.build_gpt_model(config, groups, **sizes)
         ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
         chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
