@@ -1,6 +1,7 @@
 """Ending a run in order: signals that ask for it, an interval, a duration; agreed on by all ranks between two steps."""
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -22,8 +23,16 @@ def pass_over_stop_signals(worker: int) -> None:
     torchrun and a terminal send a signal to all processes of a rank's group, Slurm to all of a task. A worker that died
     of it would make the rank fail in the midst of the step after which it is to save.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    """End this worker by SIGTERM of its rank, which waits for that where it exits with its loader open."""
+    while True:
+        received = signal.sigwaitinfo(STOP_SIGNALS)
+        if (received.si_signo, received.si_pid) == (signal.SIGTERM, parent):
+            os._exit(0)
 
 
 class StopRequest:

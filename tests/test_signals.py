@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -69,15 +70,18 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_loaders_workers_read_on() -> None:
-    """torchrun sends SIGTERM to all processes of a rank, which is to take one more step."""
+def test_a_loaders_workers_read_on_until_their_rank_ends() -> None:
+    """torchrun sends SIGTERM to all processes of a rank, which is to take one more step; multiprocessing does, too."""
     plain, loader = (build_loader(Text(), groups(), micro_batch_size=2, num_workers=n) for n in (0, 1))
     for _ in range(8):
         for worker in multiprocessing.active_children():
             for number in STOP_SIGNALS:
-                os.kill(worker.pid or 0, number)
+                subprocess.run(["kill", f"-{number.value}", str(worker.pid)], check=True)
         assert torch.equal(next(loader)["tokens"], next(plain)["tokens"])
-    assert multiprocessing.active_children()
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(timeout=20)
+    assert worker.exitcode == 0
 
 
 def test_in_another_thread_it_is_refused() -> None:
