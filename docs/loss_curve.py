@@ -9,6 +9,8 @@ import os
 import sysconfig
 from pathlib import Path
 
+from axes import TOP, WIDTH, frame
+
 HERE = Path(__file__).parent
 TRAIN_ITERS, SEQUENCE_LENGTH, MICRO_BATCH_SIZE, GLOBAL_BATCH_SIZE = 300, 128, 8, 16
 LAYOUTS = {
@@ -17,7 +19,6 @@ LAYOUTS = {
     "data parallel 2, sharded optimizer": {"tensor_model_parallel_size": 1},
 }
 COLOURS = ("#0969da", "#bf3989", "#1a7f37")
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 300, 50, 40, 16
 
 
 def build_state(layout):
@@ -80,27 +81,8 @@ def train():
 
 def draw(losses):
     """Return the SVG: the curves over one another, thick to thin, so that each shows where they coincide."""
-    count, top = len(next(iter(losses.values()))), 6.0
-    right = WIDTH - 12
-
-    def x(step):
-        return LEFT + (right - LEFT) * step / count
-
-    def y(loss):
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - loss / top)
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-    ]
-    for loss in range(0, 7, 1):
-        parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{right}" stroke="#d0d7de"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss}</text>')
-    for step in range(0, count + 1, 50):
-        parts.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{step}</text>')
-    parts.append(f'<text x="{LEFT - 40}" y="{TOP + 2}">loss</text>')
-    parts.append(f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">iteration</text>')
+    count = len(next(iter(losses.values())))
+    parts, x, y = frame(count, 6, height=300)
     for index, (name, curve) in enumerate(losses.items()):
         stroke = f'stroke="{COLOURS[index]}" stroke-width="{5 - 2 * index}"'
         points = " ".join(f"{x(step + 1):.1f},{y(loss):.1f}" for step, loss in enumerate(curve))

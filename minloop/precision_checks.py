@@ -208,9 +208,9 @@ def forget_fp8_scales() -> None:
 
 
 def refuse_fp8_weights(config: Any, what: str) -> None:
-    """Raise ValueError if weights are kept in FP8, which are written whole, for functions that write row by row."""
+    """Raise ValueError if weights are kept in FP8, which are whole or nothing, for what goes by their rows."""
     if config.fp8_param:
-        raise ValueError(f"{what} cannot write into weights kept in FP8 (fp8_param=True): set fp8_param=False")
+        raise ValueError(f"{what} weights kept in FP8 (fp8_param=True): set fp8_param=False")
 
 
 def start_from_own_weights(model: torch.nn.Module) -> None:

@@ -44,8 +44,7 @@ def named_full_parameters(
     Raises:
         ValueError: weights in FP8; `hf_config` describes another model.
     """
-    if state.config.fp8_param:
-        raise ValueError("named_full_parameters cannot cut weights kept in FP8 (fp8_param=True): set fp8_param=False")
+    refuse_fp8_weights(state.config, "named_full_parameters cannot cut")
     require_memory(state, "weights")
     with gathered_parameters(state.chunks):
         if hf_config is None:
@@ -76,7 +75,7 @@ def load_full_parameters(
         ValueError: a name that this model lacks, another shape, or weights that were not among them. Every rank raises
             it; weights that came before have changed.
     """
-    refuse_fp8_weights(state.config, "load_full_parameters")
+    refuse_fp8_weights(state.config, "load_full_parameters cannot write into")
     require_memory(state)
     own: dict[str, list[Part]] = {}
     with gathered_parameters(state.chunks):

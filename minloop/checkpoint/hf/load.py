@@ -42,7 +42,7 @@ def load_hf_weights(target: Target, directory: str | Path) -> None:
         with agreed():
             model = read_hf_config(directory)
             check_model(chunks, model)
-            refuse_fp8_weights(get_model_config(chunks[0]), "load_hf_weights")
+            refuse_fp8_weights(get_model_config(chunks[0]), "load_hf_weights cannot write into")
             expected = layouts(model)
             files = WeightFiles(Path(directory))
             _check_tensors(Path(directory), expected, files.shapes())
