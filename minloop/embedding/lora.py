@@ -30,9 +30,6 @@ from minloop.architecture import unwrapped
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """mcore's names of the linear layers of attention and MLP."""
 
-ADAPTERS = ("*_lora.*",)
-"""The adapters' names, as a pattern for `named_full_parameters` and `load_full_parameters`."""
-
 
 def lora(*, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS) -> Callable[[MegatronModule], None]:
     """Return a hook for ``before_wrapping`` that freezes a chunk and adds adapters to its linear layers.
