@@ -35,13 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "fp16_dynamic": {"fp16": True, "initial_loss_scale": 2.0**16, "loss_scale_window": 50},
     "fp16_static": {"fp16": True, "loss_scale": 16.0},  # of the sum over 16 thousand tokens
-    "fp8_delayed": {
-        "bf16": True,
-        "fp8": "hybrid",
-        "fp8_recipe": "delayed",
-        "fp8_amax_history_len": 1024,
-        "fp8_amax_compute_algo": "max",
-    },
+    "fp8_delayed": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"},
+    "fp8_attention": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_dot_product_attention": True},
     "fp8_tensorwise": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "fp8_blockwise": {"bf16": True, "fp8": "e4m3", "fp8_recipe": "blockwise"},
     "fp8_param": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True},

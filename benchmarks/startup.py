@@ -36,7 +36,8 @@ def launch(bytecode: str, directory: str) -> dict[str, float]:
         "2",
         ROOT / "examples" / "train.py",
     ]
-    environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPYCACHEPREFIX": bytecode, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     begin, times = time.perf_counter(), list[float]()
     with subprocess.Popen(command, cwd=directory, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -66,9 +66,9 @@ def command(run: Run) -> tuple[list[str], dict[str, str | None]]:
 def parse(log: str, run: Run) -> Result:
     """Read losses and tokens per second of one GPU from the log's lines `step:  1  loss: ...  tps: ...`."""
     pattern = r"step: +(\d+) +loss: +([\d.]+) .*? tps: ([\d,]+)"
-    found = [(int(step), float(loss), float(tps.replace(",", ""))) for step, loss, tps in re.findall(pattern, log)]
-    tokens = run.shape.tokens_per_step / run.gpus
-    lines = [(tokens / tps * 1000, loss) for step, loss, tps in found if step % run.window == 0]
+    found = {int(step): (float(tps.replace(",", "")), float(loss)) for step, loss, tps in re.findall(pattern, log)}
+    tokens = run.shape.tokens_per_step / run.gpus  # every rank writes each step's line: one of them is enough
+    lines = [(tokens / tps * 1000, loss) for step, (tps, loss) in found.items() if step % run.window == 0]
     return Result.read(log, step_ms=[ms for ms, _ in lines], losses=[loss for _, loss in lines])
 
 
