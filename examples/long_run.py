@@ -74,12 +74,11 @@ def main(
     **layout,
 ):
     """Train up to `train_iters`; return the iteration at which it ended."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     config = minloop.build_config(
         num_layers=2, hidden_size=128, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False, **layout
     )
     groups = minloop.init_distributed(config, seed=1234, timeout=timedelta(seconds=timeout_in_seconds))
+    directory = minloop.shared_directory(directory)  # of all machines: one that sees another is told so now
     state = build_state(config, groups, train_iters)
     train, valid = build_text(directory, num_files)
     loader = minloop.build_loader(train, groups, micro_batch_size=MICRO_BATCH_SIZE)

@@ -236,10 +236,10 @@ def _dumps(value: object) -> bytes:
 def _torchrun_environment(world_size: int) -> dict[str, str]:
     """What torchrun sets for every rank alike."""
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    return {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    return {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A free port, below those that the system gives to outgoing connections: one of them could take it meanwhile."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
