@@ -98,6 +98,7 @@ def _runtime_changes() -> _Changes:
         **dict.fromkeys(["current_stream", "default_stream"], _Stream()),
         "device_count": 1,
         "get_device_capability": (0, 0),
+        "is_available": False,  # with PYTORCH_NVML_BASED_CUDA_CHECK=1, as Lightning sets it, torch counts devices
         "is_current_stream_capturing": False,
         "is_initialized": True,  # so that _lazy_call calls, and _lazy_init does nothing
         "stream": contextlib.nullcontext(),

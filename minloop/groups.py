@@ -7,7 +7,7 @@ here is in the `ProcessGroupCollection` alone, and mcore 0.19 trains with it. Th
     random streams     one set per process; `seed_ranks` sets those of a layout, before its model is built
     ranks and groups   read by what `build_groups` refuses: multi-token prediction, pipeline layouts, hierarchical and
                        hybrid context parallelism, FP8 scales
-    the whole world    asked once, while an optimizer is built: see `gathering_within`
+    the default group  asked while an optimizer is built, saved or loaded: see `as_the_world`
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from minloop.checks import check_config
 from minloop.cpu import cpu_backend
 from minloop.distributed import DEFAULT_ORDER, check_world_size, created
 
-c10d: Any = dist.distributed_c10d  # of whose private parts `_new_group` makes a group
+c10d: Any = dist.distributed_c10d  # of whose private parts `new_group` makes a group
 
 DENSE = {
     **{"tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "mp": "tp-pp", "tp_cp": "tp-cp", "dp_cp": "dp-cp"},
@@ -55,9 +55,10 @@ def build_groups(
         actor = minloop.init_distributed(config, seed=1234)
         reference = minloop.build_groups(minloop.replace_layout(config, tensor_model_parallel_size=1))
 
-    Only `ranks` call it, and communicate; others do something else meanwhile. `shutdown_distributed` destroys the
-    groups. No random stream is seeded: call ``seed_ranks(seed, groups, config)`` before the model is built. Groups of
-    the same ranks are one group. Without a GPU the CPU backend is switched on, as by `init_distributed`.
+    Only `ranks` call it, and communicate, to train, save and load; others do something else meanwhile.
+    `shutdown_distributed` destroys the groups. No random stream is seeded: call ``seed_ranks(seed, groups, config)``
+    before the model is built. Groups of the same ranks are one group. Without a GPU the CPU backend is switched on, as
+    by `init_distributed`.
 
     Args:
         config: its parallel sizes decide the groups; the data parallel size is what remains of `ranks`.
@@ -81,11 +82,28 @@ def build_groups(
     members = _members(config, ranks, order)
     made: dict[tuple[int, ...], Any] = {}
     for own in sorted({own for own in members.values() if dist.get_rank() in own}):
-        made[own] = _new_group(own, timeout)
-        created.callback(_destroy, made[own])
+        made[own] = new_group(own, timeout)
     found: dict[str, Any] = {name: made.get(own) for name, own in members.items()}
     found |= {name: found[other] for name, other in SAME.items()} | dict.fromkeys(ABSENT)
     return ProcessGroupCollection(**found)
+
+
+def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    """Raise ValueError unless the groups are all there, and have the sizes that `config` names."""
+    if lacking := [name for name in DENSE | EXPERT if getattr(groups, name) is None]:
+        raise ValueError(f"the groups lack {', '.join(lacking)}: build_groups or init_distributed makes all")
+    sizes: dict[str, Any] = {
+        "tensor_model_parallel_size": groups.tp,
+        "pipeline_model_parallel_size": groups.pp,
+        "context_parallel_size": groups.cp,
+        "expert_model_parallel_size": groups.ep,
+    }
+    for name, group in sizes.items():
+        if group.size() != getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(config, name)} in the config, but the groups were made for {group.size()}: pass "
+                "the config that init_distributed was given, or shut down and init again with this one"
+            )
 
 
 def spans_the_world(groups: ProcessGroupCollection) -> bool:
@@ -93,37 +111,31 @@ def spans_the_world(groups: ProcessGroupCollection) -> bool:
     return groups.tp_dp_cp.size() * groups.pp.size() == dist.get_world_size()
 
 
-def require_the_world(groups: ProcessGroupCollection, what: str) -> None:
-    """Raise RuntimeError, naming `what`, unless the layout has all ranks of the default group."""
-    if not spans_the_world(groups):
-        raise RuntimeError(
-            f"{what} needs all {dist.get_world_size()} ranks of the default group, and this layout has "
-            f"{groups.tp_dp_cp.size() * groups.pp.size()}: stream the weights with named_full_parameters, or let the "
-            "host make a default group of these ranks"
-        )
-
-
 @contextlib.contextmanager
-def gathering_within(groups: ProcessGroupCollection) -> Generator[None]:
-    """While inside, `torch.distributed.all_gather_object` gathers from the ranks of a layout, not from the world.
+def as_the_world(groups: ProcessGroupCollection) -> Generator[None]:
+    """While inside, the ranks of a layout are the default group of this process, numbered from 0 in their order.
 
-    mcore 0.19 aligns an optimizer's parameter groups over the world: other ranks would have to take part. It is for the
-    whole process, as mcore looks the function up in torch.
+    mcore 0.19 and PyTorch's distributed checkpoints know the default group alone where an optimizer's parameter groups
+    are aligned (mcore's optimizer/__init__.py, `_get_param_groups`), a save is planned
+    (dist_checkpointing/strategies/torch.py, `async_save`, which gives PyTorch no group), its files are named, or what
+    ranks hold is compared: other ranks would have to take part, and wait for ever if they do not. Groups of the layout
+    are numbered alike, so that ranks and groups agree. It is for the whole process: other threads of a host must not
+    ask for ranks, nor communicate on the default group, meanwhile.
     """
-    of_world = dist.all_gather_object
     if spans_the_world(groups):
         yield
         return
-
-    def of_layout(found: list[Any], value: Any, group: Any = None) -> None:
-        found[:] = [None] * groups.intra_dist_opt.size()
-        of_world(found, value, group=groups.intra_dist_opt)
-
-    dist.all_gather_object = of_layout
+    known, world = c10d._world.pg_group_ranks, c10d._world.default_pg
+    layout = known[groups.intra_dist_opt]
+    before = {group: ranks for group, ranks in known.items() if ranks.keys() <= layout.keys()}
+    for group, ranks in before.items():
+        known[group] = {layout[rank]: place for rank, place in ranks.items()}
+    c10d._world.default_pg = groups.intra_dist_opt
     try:
         yield
     finally:
-        dist.all_gather_object = of_world
+        c10d._world.default_pg = world
+        known.update({group: ranks for group, ranks in before.items() if group in known})
 
 
 def _check(config: TransformerConfig, ranks: Sequence[int], order: str) -> None:
@@ -170,24 +182,25 @@ def _members(config: TransformerConfig, ranks: Sequence[int], order: str) -> dic
     return members | {"embd": (stages[0], stages[-1])[: min(pp, 2)], "pos_embd": stages[:1]}
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group by its members alone.
+def new_group(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group by its members alone, until `shutdown_distributed`; its backend is by default the default group's.
 
     `torch.distributed.new_group` wants all ranks of the world, or with use_local_synchronization counts, in the name by
     which members meet, the groups that this rank has made so far: ranks that differ in it would wait for ever.
     """
-    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    usual, store = c10d._world.pg_map[c10d._get_default_group()]
     count = store.add(f"minloop/groups/{ranks}/of rank {dist.get_rank()}", 1)  # made again, they must meet anew
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
-        backend,
+        backend or usual,
         store,
         c10d.GroupName(f"minloop/{ranks}/{count}"),
         timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    created.callback(_destroy, group)
     return group
 
 

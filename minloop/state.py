@@ -97,3 +97,10 @@ def require_memory(state: TrainState, *kinds: str) -> None:
     """Raise RuntimeError if `offload` moved one of `kinds`, by default anything."""
     if moved := [kind for kind in state.offloaded if not kinds or kind in kinds]:
         raise RuntimeError(f"{', '.join(moved)} of this training state are in host memory: call onload(state) first")
+
+
+def require_between_steps(state: TrainState) -> None:
+    """Raise RuntimeError if a step in parts is under way, or `offload` holds the memory that a step needs."""
+    if state.open_step is not None:
+        raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
+    require_memory(state)

@@ -15,7 +15,7 @@ from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import place_batch
 from minloop.schedule import ForwardStep, forward_backward
-from minloop.state import TrainState, require_memory
+from minloop.state import TrainState, require_between_steps, require_memory
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,26 @@ class Guard(Protocol):
         ...
 
 
-def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
+def gpt_forward_step(
+    data: Iterator[Batch], model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, LossFunction]:
     """Run one microbatch through one chunk of a GPT; returns its output and the loss function for it.
 
     The batch holds full sequences, [b, s]; the part of this context parallel rank is cut here. Intermediate pipeline
     stages read the batch too, so that every rank's data advances alike, but move nothing to their device unless there
     is an attention mask or ``position_embedding_type="mrope"``, with positions [b, 3, s], or [b, s] of text.
+    For `overlap_moe_expert_parallel_comm` mcore asks for the plan of the pass, `return_schedule_plan`, in its place.
 
     Raises:
         ValueError: a token id outside the vocabulary, or a packed batch.
     """
     batch = next(data)
     chunk: Any = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    run: Any = chunk.build_schedule_plan if return_schedule_plan else model
     if not (chunk.pre_process or chunk.post_process or getattr(chunk, "mtp_process", False)):
         needed = "attention_mask" in batch or chunk.position_embedding_type == "mrope"
         placed = place_batch(batch, model) if needed else {}
-        return model(None, placed.get("position_ids"), placed.get("attention_mask")), _no_loss
+        return run(None, placed.get("position_ids"), placed.get("attention_mask")), _no_loss
     if missing := {"tokens", "labels", "position_ids", "loss_mask"} - batch.keys():
         raise ValueError(f"the batch lacks {', '.join(sorted(missing))}: see minloop.Batch, or pass a forward_step")
     if "cu_seqlens" in batch:
@@ -95,13 +99,8 @@ def gpt_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
             "would cross documents; set inter_document_masking=False, or pass forward_step=minloop.packed_forward_step"
         )
     batch = place_batch(batch, model)
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch.get("attention_mask"),
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
+    inputs = (batch["tokens"], batch["position_ids"], batch.get("attention_mask"))
+    output = run(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])
     return output, partial(token_loss, batch["loss_mask"])
 
 
@@ -137,9 +136,11 @@ def train_step(
         ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary; a report that is
             not [sum, count].
         TypeError: `data` is a list, a DataLoader or the like, which would begin anew at every step.
-        RuntimeError: the data ended before the step.
+        RuntimeError: the data ended before the step; before anything is read: `offload` holds the memory, or a step
+            that `begin_step` opened is under way.
     """
     require_iterator(data)
+    require_between_steps(state)
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
     compute = partial(_compute, state, batches, forward_step)
     computed, allowed = (compute(), True) if guard is None else guard.watch(state, batches, compute)
@@ -188,14 +189,7 @@ def _compute(state: TrainState, batches: Microbatches, forward_step: ForwardStep
 
 
 def clear_gradients(state: TrainState) -> None:
-    """Begin a step: training mode, gradients of zero.
-
-    Raises:
-        RuntimeError: a step in parts is under way, or `offload` holds the memory.
-    """
-    if state.open_step is not None:
-        raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
-    require_memory(state)
+    """Begin a step: training mode, gradients of zero."""
     for chunk in state.chunks:
         if not chunk.training:
             chunk.train()
@@ -227,6 +221,7 @@ def eval_step(
     Arguments and errors are those of `train_step`. Dropout is off, and no random stream is drawn from. mcore computes
     the losses of routers and of multi-token prediction in training only.
     """
+    require_memory(state, "weights")
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
     with evaluating(state), torch.no_grad():
         reports = forward_backward(state, batches, forward_step, forward_only=True)

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.resharding import refit
 from ranks import run_ranks
 from small import (
     MICRO_BATCH_SIZE,
@@ -114,8 +115,10 @@ def _misuse() -> None:
     minloop.begin_step(state)  # an error ended the step before
     with pytest.raises(RuntimeError, match="call finish_step first"):
         minloop.begin_step(state)
+    untouched = iter([batch])
     with pytest.raises(RuntimeError, match="call finish_step first"):
-        minloop.train_step(state, iter([batch]), num_microbatches=1)
+        minloop.train_step(state, untouched, num_microbatches=1)
+    assert next(untouched) is batch
     with pytest.raises(RuntimeError, match="there are no gradients"):
         minloop.finish_step(state)
     minloop.forward_backward(state, [batch], num_microbatches=1)
@@ -126,6 +129,27 @@ def _misuse() -> None:
 
 def test_parts_out_of_order_are_refused() -> None:
     run_ranks(1, _misuse)
+
+
+def _owned_twice() -> None:
+    state = small_state()
+    parts: tuple[Any, ...] = (state.chunks, state.optimizer, None, state.config, state.groups)
+    refused = "already carries {}: another TrainState or a host owns this model".format
+    bound = "finalize_model_grads_func, grad_scale_func, no_sync_func"
+    with pytest.raises(RuntimeError, match=refused(bound)):
+        minloop.TrainState(*parts)
+    vars(state.config).update(dict.fromkeys(bound.split(", ")))
+    state.config.no_sync_func = torch.no_grad  # the host's
+    with pytest.raises(RuntimeError, match=refused("no_sync_func")):
+        minloop.TrainState(*parts)
+    state.config.no_sync_func = None
+    again = minloop.TrainState(*parts)
+    minloop.train_step(again, text_loader(again), num_microbatches=1)
+    minloop.shutdown_distributed()
+
+
+def test_a_model_that_another_owns_is_refused() -> None:
+    run_ranks(1, _owned_twice)
 
 
 def _batches(lengths: list[int]) -> list[minloop.Batch]:
@@ -232,12 +256,12 @@ def _off_and_on(options: dict[str, Any]) -> None:
             weight = next(state.chunks[0].parameters())
             before = weight.detach().clone()
             with pytest.raises(RuntimeError, match=r"gradients, optimizer of this training state are in host memory"):
-                minloop.train_step(state, text_loader(state), num_microbatches=1)
+                minloop.train_step(state, loader, num_microbatches=1)  # takes nothing from the loader
             minloop.offload(state)
             assert weight.untyped_storage().nbytes() == 0
             assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in state.chunks[0].buffers)
             with pytest.raises(RuntimeError, match="weights of this training state are in host memory"):
-                minloop.eval_step(state, text_loader(state), num_microbatches=1)
+                minloop.eval_step(state, loader, num_microbatches=1)
             minloop.onload(state, ["weights"])
             assert torch.equal(before, weight)
             minloop.onload(state)
@@ -282,8 +306,6 @@ def _on_some_ranks(layouts: list[dict[str, Any]]) -> list[list[tuple[float, floa
             names = [name for name, _ in minloop.named_full_parameters(state)]
             assert len(set(names)) == len(names) > 10
             assert bool(minloop.full_weights(state)) == (torch.distributed.get_rank() == 1)
-            with pytest.raises(RuntimeError, match="a checkpoint needs all 3 ranks of the default group"):
-                minloop.save_checkpoint("unused", state)
             minloop.shutdown_distributed()
     assert torch.distributed.is_initialized()  # the host's
     torch.distributed.barrier()
@@ -309,6 +331,66 @@ def test_some_ranks_train_while_others_do_something_else() -> None:
         assert [result[index] for result in results] == run_ranks(2, _on_all_ranks, options), options
 
 
+SAVED: list[dict[str, Any]] = [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}]
+
+
+def _saved_on_some_ranks(directory: str) -> list[list[tuple[float, float]]]:
+    """Ranks 2 and 0 of a host's three, in this order, train, save and go on; rank 1 is elsewhere until they have."""
+    store: Any = torch.distributed.distributed_c10d._get_default_store()
+    if torch.distributed.get_rank() == 1:
+        store.wait(["done by rank 0", "done by rank 2"])
+        return []
+    results = [_saved_and_resumed(f"{directory}/{index}", **options) for index, options in enumerate(SAVED)]
+    store.set(f"done by rank {torch.distributed.get_rank()}", "")
+    return results
+
+
+def _saved_and_resumed(directory: str, **options: Any) -> list[tuple[float, float]]:
+    config = small_config(hidden_dropout=0.1, **options)
+    state = _state_on(minloop.build_groups(config, [2, 0]), config, ZERO1)
+    loader = text_loader(state)
+    train(state, loader, 2)
+    saved = minloop.save_checkpoint(directory, state, loader)
+    expected = train(state, loader, 1)
+    pending = minloop.start_save(directory, state, loader)
+    expected += train(state, loader, 1)
+    assert pending.wait() == minloop.latest_checkpoint(directory)
+    assert torch.distributed.get_world_size() == 3
+    assert torch.distributed.get_process_group_ranks(state.groups.intra_dist_opt) == [2, 0]
+    assert torch.distributed.get_rank(state.groups.intra_dist_opt) == state.groups.intra_dist_opt.rank()
+    minloop.shutdown_distributed()
+
+    again = _state_on(minloop.build_groups(config, [2, 0]), config, ZERO1)
+    loader = text_loader(again)
+    assert minloop.load_checkpoint(saved, again, loader) == saved
+    results = train(again, loader, 1)
+    minloop.load_checkpoint(directory, again, loader)
+    assert results + train(again, loader, 1) == expected
+    with pytest.raises(FileNotFoundError):
+        minloop.load_weights(f"{directory}/nothing", again)
+    assert torch.distributed.get_world_size() == 3
+    minloop.load_weights(directory, again)
+    minloop.shutdown_distributed()
+    return expected
+
+
+def _loaded_on_all_ranks(directory: str) -> list[list[tuple[float, float]]]:
+    results: list[list[tuple[float, float]]] = []
+    for index, options in enumerate(SAVED):
+        state = small_state(hidden_dropout=0.1, ddp=ZERO1, **options)
+        loader = text_loader(state)
+        minloop.load_checkpoint(f"{directory}/{index}/iter_0000002", state, loader)
+        results.append(train(state, loader, 2))
+        minloop.shutdown_distributed()
+    return results
+
+
+def test_some_ranks_save_and_resume_while_another_does_something_else(tmp_path: Path) -> None:
+    last, nothing, first = run_ranks(3, _saved_on_some_ranks, str(tmp_path), init="gloo")
+    assert nothing == []
+    assert run_ranks(2, _loaded_on_all_ranks, str(tmp_path)) == [first, last]
+
+
 def _two_layouts() -> None:
     config = small_config(tensor_model_parallel_size=2)
     alone = _state_on(minloop.init_distributed(config, seed=1), config)
@@ -332,6 +414,49 @@ def _two_layouts() -> None:
 
 def test_an_actor_and_its_reference_have_layouts_of_their_own() -> None:
     run_ranks(2, _two_layouts)
+
+
+def _resharded(cases: list[tuple[dict[str, Any], dict[str, Any], Any]]) -> None:
+    """An actor's weights go to two replicas of another layout: streamed to one, by mcore's resharding to the other."""
+    for source, target, way in cases:
+        config = small_config(**source)
+        actor = _state_on(minloop.init_distributed(config, seed=1), config)
+        train(actor, text_loader(actor), 1)
+        one = {name: 1 for name in source if name.endswith("parallel_size")}
+        other = minloop.replace_layout(config, **(one | target))
+        streamed, resharded = (_state_on(minloop.build_groups(other), other) for _ in range(2))
+        minloop.load_full_parameters(streamed, minloop.named_full_parameters(actor))
+        refit.clear_all_caches()  # of plans, which mcore knows by the layouts alone, and of what copies
+        refit.swap_model_weights(actor.chunks, resharded.chunks, way)
+        ours, theirs = (list(chunk.parameters()) for state in (streamed, resharded) for chunk in state.chunks)
+        assert all(map(torch.equal, ours, theirs)), (source, target)
+        assert len(ours) == len(theirs) > 10
+        pairs = zip(minloop.named_full_parameters(actor), minloop.named_full_parameters(resharded), strict=True)
+        for (name, before), (_, after) in pairs:
+            assert torch.equal(before, after), name
+        minloop.shutdown_distributed()
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+RESHARDED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({**TP2, "sequence_parallel": True, "gated_linear_unit": True, "bf16": True}, {"sequence_parallel": False}, "gloo"),
+    ({**PP2, "num_query_groups": 2}, TP2, "nccl"),
+    ({**EXPERTS, "add_bias_linear": False}, {**TP2, "sequence_parallel": True}, "gloo"),
+]
+
+
+def test_weights_are_streamed_between_layouts_as_mcore_reshards_them() -> None:
+    run_ranks(2, _resharded, RESHARDED)
+
+
+@pytest.mark.gpu
+def test_grouped_experts_are_streamed_between_layouts_as_mcore_reshards_them() -> None:
+    pytest.importorskip("transformer_engine", reason="grouped layers are its")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    grouped = {**EXPERTS, "moe_grouped_gemm": True, "add_bias_linear": False, "bf16": True}
+    grouped |= {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}
+    run_ranks(2, _resharded, [({**grouped, "expert_model_parallel_size": 2}, {}, "nccl")])
 
 
 def _refusals() -> None:

@@ -1,9 +1,12 @@
 """Hosts that own processes, default group and loop train what the main loop trains, bit for bit; a policy learns."""
 
 import importlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import run_ranks
@@ -32,13 +35,38 @@ def _hugging_face_loop(layout: dict[str, Any]) -> list[float]:
     return example("hugging_face_loop").main(**layout)
 
 
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Hosts set variables in the process that starts theirs, which must not reach other tests."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["TP2", "PP2"])
-def test_hosts_train_what_the_main_loop_trains(layout: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("own_environment")
+def test_hosts_train_what_the_main_loop_trains(layout: dict[str, Any], tmp_path: Path) -> None:
     expected = run_ranks(2, _losses_of_the_main_loop, layout)
     assert expected[0] == expected[1] == sorted(expected[0], reverse=True)
     assert run_ranks(2, _hugging_face_loop, layout) == expected
     if layout == LAYOUTS[0]:  # its processes import everything anew
         assert example("multiprocessing_host").main(train_iters=4, **layout) == expected[0]
+        assert example("fabric_host").main(train_iters=4, directory=str(tmp_path), **layout) == expected[0]
+        assert list(tmp_path.rglob("metrics.csv"))
+
+
+@pytest.mark.slow  # most of it is the start of Ray's processes
+@pytest.mark.usefixtures("own_environment")
+def test_ray_train_trains_what_the_main_loop_trains(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray", reason="it is the host; the dev dependencies have it")
+    ray_host, layout = example("ray_host"), LAYOUTS[0]
+    # workers import the function that they run
+    os.environ |= {"PYTHONPATH": str(EXAMPLES / "hosts"), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    try:
+        losses = ray_host.main(train_iters=4, storage_path=str(tmp_path), **layout)
+    finally:
+        ray.shutdown()
+    assert losses == run_ranks(2, _losses_of_the_main_loop, layout)[0]
 
 
 def _policy_gradient(layout: dict[str, Any]) -> list[float]:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from ranks import run_ranks
 from small import VOCAB_SIZE, small_config, small_state, text_loader, train
 
 import minloop
+from minloop.embedding.lora import COLUMN, NORMED, LoRA
 
 ADAPTERS = ["*_lora.*"]
 
@@ -28,8 +30,8 @@ def _drawn(state: minloop.TrainState) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shapes[name], generator=generator) * 0.1) for name in sorted(shapes)]
 
 
-def _save_base(directory: str) -> None:
-    state = small_state(gated_linear_unit=True)
+def _save_base(directory: str, **options: Any) -> None:
+    state = small_state(gated_linear_unit=True, **options)
     minloop.save_checkpoint(directory, state)
     minloop.shutdown_distributed()
 
@@ -111,10 +113,115 @@ def _refusals() -> None:
         minloop.build_gpt_model(config, groups, before_wrapping=minloop.lora(targets=["linear_other"]), **options)
     with pytest.raises(ValueError, match=r"rank \(0\)"):
         minloop.lora(rank=0)
-    with pytest.raises(ValueError, match="decoder is a TransformerBlock: adapters are for mcore's own linear layers"):
+    with pytest.raises(ValueError, match="decoder is a TransformerBlock: adapters are for column and row parallel"):
         minloop.build_gpt_model(config, groups, before_wrapping=minloop.lora(targets=["decoder"]), **options)
+    experts: dict[str, Any] = {"num_moe_experts": 2, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
+    shared = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "no layers linear_fc1 outside experts"),
+        (shared, "linear_fc1 of shared experts does not communicate"),
+    ]
+    for fields, match in refused:
+        with pytest.raises(ValueError, match=match):
+            small_state(gpt={"before_wrapping": minloop.lora(targets=["linear_fc1"])}, **experts, **fields)
+    config.use_transformer_engine_op_fuser = True
+    with pytest.raises(ValueError, match="use_transformer_engine_op_fuser=True passes linear layers by"):
+        minloop.build_gpt_model(config, groups, before_wrapping=minloop.lora(), **options)
     minloop.shutdown_distributed()
 
 
 def test_layers_without_adapters_are_refused() -> None:
     run_ranks(1, _refusals)
+
+
+class _Normed(ColumnParallelLinear):
+    """What Transformer Engine's layer with a norm in it, as mcore wraps it, is to an adapter; TE itself needs a GPU."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=bias, skip_bias_add=True, **kwargs)
+        self.gain = torch.nn.Parameter(torch.linspace(0.5, 1.5, 32))
+        self.return_layernorm_output = False
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        normed = torch.nn.functional.rms_norm(input_, (32,), self.gain)
+        out, bias = super().forward(normed)
+        if not self.return_layernorm_output:
+            return out, bias
+        return ((out, normed), None) if bias is None else (out, bias, normed)
+
+
+def _after_a_norm(sequence_parallel: bool, bias: bool) -> None:
+    config = small_config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    groups = minloop.init_distributed(config, seed=1)
+    COLUMN.append(_Normed)
+    NORMED.append(_Normed)
+    options: dict[str, Any] = {"config": config, "init_method": torch.nn.init.xavier_uniform_, "gather_output": False}
+    fused = _Normed(32, 64, bias=bias, tp_group=groups.tp, **options)
+    plain = ColumnParallelLinear(32, 64, bias=bias, skip_bias_add=True, tp_group=groups.tp, **options)
+    plain.load_state_dict({name: value for name, value in fused.state_dict().items() if name != "gain"})
+    adapters = [LoRA(linear, 4, 16.0, gated=False) for linear in (fused, plain)]
+    torch.nn.init.normal_(adapters[0].b)
+    adapters[1].load_state_dict(adapters[0].state_dict())
+    generator = torch.Generator().manual_seed(groups.tp.rank() if sequence_parallel else 7)
+    inputs = [torch.randn(8, 2, 32, generator=generator).requires_grad_()]
+    inputs.append(inputs[0].detach().clone().requires_grad_())
+    outputs = fused(inputs[0]), plain(torch.nn.functional.rms_norm(inputs[1], (32,), fused.gain.detach()))
+    for (out, given), value, adapter in zip(outputs, inputs, adapters, strict=True):
+        assert (given is None) == (not bias)
+        out.square().sum().backward()
+        assert value.grad is not None
+        assert adapter.a.grad is not None
+        assert adapter.a.grad.abs().max() > 0
+    torch.testing.assert_close(outputs[0][0], outputs[1][0])
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    for one, other in zip(*(adapter.parameters() for adapter in adapters), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    minloop.shutdown_distributed()
+
+
+@pytest.mark.parametrize(("sequence_parallel", "bias"), [(False, True), (True, False)])
+def test_an_adapter_sees_what_a_norm_within_its_layer_makes(sequence_parallel: bool, bias: bool) -> None:
+    run_ranks(2, _after_a_norm, sequence_parallel, bias)
+
+
+# Transformer Engine's kernels want multiples of 16.
+ON_GPU: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}
+
+
+def _merged_on_gpu(directory: str, options: dict[str, Any]) -> torch.Tensor:
+    state = _adapted(directory, **options)
+    layers = [
+        type(module).__name__ for chunk in state.chunks for module in chunk.modules() if hasattr(module, "weight")
+    ]
+    assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= set(layers)
+    tokens = torch.arange(64).reshape(2, 32) % VOCAB_SIZE
+    adapted = minloop.forward_logits(state, tokens)
+    minloop.merge_lora(state.chunks)
+    merged = minloop.forward_logits(state, tokens)
+    torch.testing.assert_close(merged, adapted, rtol=1e-2, atol=1e-2)
+    minloop.load_weights(directory, state)
+    assert (minloop.forward_logits(state, tokens) - adapted).abs().max() > 0.1
+    minloop.shutdown_distributed()
+    return merged.cpu()
+
+
+@pytest.mark.gpu
+def test_adapters_of_transformer_engines_layers_are_those_of_local_ones(tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine", reason="these are its layers")
+    run_ranks(1, _save_base, str(tmp_path), **ON_GPU)
+    ((expected, _),) = run_ranks(1, _train, str(tmp_path), {**ON_GPU, "transformer_impl": "local"})
+    layouts: list[dict[str, Any]] = [
+        {},
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "ddp": {"use_distributed_optimizer": True}},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "gradient_accumulation_fusion": True},
+    ]
+    logits: list[torch.Tensor] = []
+    for options in layouts[: 4 if torch.cuda.device_count() > 1 else 1]:
+        ranks = options.get("tensor_model_parallel_size", 1)
+        options = {**ON_GPU, "transformer_impl": "transformer_engine", **options}
+        for results, _ in run_ranks(ranks, _train, str(tmp_path), options):
+            torch.testing.assert_close(torch.tensor(results), torch.tensor(expected), rtol=2e-2, atol=1e-3)
+        logits += run_ranks(ranks, _merged_on_gpu, str(tmp_path), options)
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], rtol=2e-2, atol=2e-2)

@@ -4,7 +4,7 @@
 megatron-core with Ray Train to compare with; verl's workers, Ray actors too, keep about 3,200 lines around it.
 """
 
-# the host is no dependency of the project
+# the host is an extra of the project: minloop[hosts]
 # pyright: reportMissingImports=false
 
 import sys
@@ -52,7 +52,7 @@ def main(train_iters=10, num_workers=2, use_gpu=False, storage_path=None, **layo
         scaling_config=ScalingConfig(num_workers=num_workers, use_gpu=use_gpu),
         run_config=RunConfig(storage_path=storage_path),
     )
-    return trainer.fit().return_value
+    return trainer.fit().return_value or []
 
 
 if __name__ == "__main__":

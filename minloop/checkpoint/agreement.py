@@ -30,7 +30,7 @@ def agreed(group: dist.ProcessGroup | None = None, kinds: dict[str, type[Excepti
     except Exception as caught:
         error = caught
     report = None if error is None else (type(error).__name__, str(error))
-    reports: list[Any] = [None] * dist.get_world_size()
+    reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
     failed = [rank for rank, report in enumerate(reports) if report is not None]
     if not failed:
@@ -43,8 +43,13 @@ def agreed(group: dist.ProcessGroup | None = None, kinds: dict[str, type[Excepti
     raise _error(reports[failed[0]], kinds, f"on {ranks}: ") from error
 
 
+def is_first(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this is the group's first rank; threads may ask, too, while `as_the_world` numbers ranks anew."""
+    return (dist.get_rank() if group is None else group.rank()) == 0
+
+
 def together[T](action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run `action` on every rank; return all ranks' results on global rank 0, and an empty list on the others.
+    """Run `action` on every rank; return all ranks' results on the group's first rank, an empty list on the others.
 
     Raises:
         RuntimeError: on every rank, if `action` failed on any.
@@ -52,8 +57,8 @@ def together[T](action: Callable[[], T], group: dist.ProcessGroup | None = None)
     result: Any = None
     with agreed(group, kinds={}):
         result = action()
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(result, gathered, dst=0, group=group)
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_first(group) else None
+    dist.gather_object(result, gathered, group_dst=0, group=group)
     return gathered or []
 
 
@@ -62,16 +67,16 @@ def from_first_rank[T](
     group: dist.ProcessGroup | None = None,
     kinds: dict[str, type[Exception]] = KINDS,
 ) -> T:
-    """Return on every rank what `action` returns on global rank 0, or raise what it raises."""
+    """Return on every rank what `action` returns on the group's first rank, or raise what it raises."""
     outcome: list[Any] = [None]
     error: Exception | None = None
-    if dist.get_rank() == 0:
+    if is_first(group):
         try:
             outcome[0] = (None, action())
         except Exception as caught:
             error = caught
             outcome[0] = ((type(error).__name__, str(error)), None)
-    dist.broadcast_object_list(outcome, src=0, group=group)
+    dist.broadcast_object_list(outcome, group_src=0, group=group)
     report: Any
     value: Any
     report, value = outcome[0]
@@ -83,7 +88,7 @@ def from_first_rank[T](
 
 
 def on_first_rank(action: Callable[[], object], group: dist.ProcessGroup | None = None) -> None:
-    """Run `action` on global rank 0 while the others wait.
+    """Run `action` on the group's first rank while the others wait.
 
     Raises:
         RuntimeError: on every rank, if `action` failed.

@@ -8,8 +8,10 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from minloop import distributed
+from minloop.groups import new_group, spans_the_world
 
 TIMEOUT = timedelta(hours=1)
 """How long one rank's thread waits for another that still writes, in a group that a host made; else the time-out given
@@ -70,11 +72,14 @@ def wait_for_pending() -> None:
         pending.wait()
 
 
-def group_of_threads() -> dist.ProcessGroup:
-    """A gloo group of all ranks that training never uses; made on the first call, by all ranks."""
-    default = dist.group.WORLD
-    if default not in _groups:
-        timeout = distributed.timeouts.get(default, TIMEOUT)
-        _groups[default] = cast("Any", dist.new_group(backend="gloo", timeout=timeout))
+def group_of_threads(groups: ProcessGroupCollection) -> dist.ProcessGroup:
+    """A gloo group of all ranks of the layout that training never uses; made on the first call, by all of them."""
+    whole: Any = dist.group.WORLD if spans_the_world(groups) else groups.intra_dist_opt
+    if whole not in _groups:
+        timeout = distributed.timeouts.get(whole, TIMEOUT)
+        if whole is dist.group.WORLD:
+            _groups[whole] = cast("Any", dist.new_group(backend="gloo", timeout=timeout))
+        else:
+            _groups[whole] = new_group(tuple(dist.get_process_group_ranks(whole)), timeout, "gloo")
         distributed.created.callback(wait_for_pending)  # before `shutdown_distributed` destroys the group
-    return _groups[default]
+    return _groups[whole]

@@ -1,4 +1,12 @@
-"""Weights out and in, one full tensor at a time, by names that no layout changes: for an engine or another model."""
+"""Weights out and in, one full tensor at a time, by names that no layout changes: for an engine or another model.
+
+Between two live models mcore's own ``megatron.core.resharding.refit.swap_model_weights`` can be called beside it, on
+the CPU, too, and writes the same weights, element for element. It sends blocks from rank to rank and puts no tensor
+together, but leaves the optimizer's master weights as they are. In mcore 0.19.2 it moves the first chunk of a list
+alone, so no virtual pipeline stages (refit.py:188); knows whose an expert is by the names of grouped layers alone, so
+no local layers over expert parallel ranks (utils.py:131); and keeps plans by layout, not by model (refit.py:114): call
+``refit.clear_all_caches()`` between two pairs of models.
+"""
 
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -15,7 +15,7 @@ from minloop.fully_sharded import refuse_fully_sharded
 from minloop.losses import LossFunction, Report, divide_gradients, exact_token_count, reduce_reports
 from minloop.microbatches import Microbatches
 from minloop.schedule import ForwardStep, check_count, run_schedule
-from minloop.state import OpenStep, TrainState
+from minloop.state import OpenStep, TrainState, require_between_steps
 from minloop.step import Computed, StepMetrics, clear_gradients, gpt_forward_step, take_step
 
 
@@ -35,6 +35,7 @@ def begin_step(state: TrainState, *, num_tokens: torch.Tensor | float | None = N
     if state.config.cuda_graph_impl == "full_iteration" and torch.cuda.is_available():
         raise RuntimeError("cuda_graph_impl='full_iteration' replays whole steps, not parts: use train_step, or 'none'")
     refuse_fully_sharded(state.chunks, "begin_step: take whole steps with train_step, or")
+    require_between_steps(state)
     clear_gradients(state)
     zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     # fp16 has no room for gradients that small, see minloop.schedule
