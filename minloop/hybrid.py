@@ -5,6 +5,7 @@ A pattern has one letter per layer: ``*`` attention, ``+`` multi-latent attentio
 ``/pattern`` at its end is one depth of multi-token prediction.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from minloop.architecture import check_gpt_options, take_yarn_options
 from minloop.hybrid_pattern import check_pattern, divide_pattern
-from minloop.layers import with_torch_parts
+from minloop.layers import OwnStreamHybridStack, with_torch_parts
 from minloop.model import ModelProvider, build_model, check_vocab_size
 
 _ADD: Any = get_bias_dropout_add
@@ -126,7 +127,7 @@ def _stack_spec(config: TransformerConfig) -> ModuleSpec:
     if config.transformer_impl == "transformer_engine":
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-        return hybrid_stack_spec
+        return dataclasses.replace(hybrid_stack_spec, module=OwnStreamHybridStack)
     # With these maps checkpoints name a norm as Transformer Engine does, which keeps it in the linear layer behind it.
     parts = get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,

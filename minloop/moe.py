@@ -29,12 +29,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_logging import (
-    MoEMetricsTracker,
-    get_moe_metrics_tracker,
-    set_moe_metrics_tracker,
-)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
@@ -58,21 +54,21 @@ class AuxiliaryLosses:
         mtp: the losses of multi-token prediction, by depth.
     """
 
-    moe: MoEMetricsTracker = field(default_factory=MoEMetricsTracker)
+    moe: moe_logging.MoEMetricsTracker = field(default_factory=moe_logging.MoEMetricsTracker)
     mtp: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @contextlib.contextmanager
     def recording(self) -> Generator[None]:
         """While inside, mcore records here, from zero."""
-        moe, mtp = get_moe_metrics_tracker(), MTPLossLoggingHelper.tracker
-        set_moe_metrics_tracker(self.moe)
+        moe, mtp = moe_logging.get_moe_metrics_tracker(), MTPLossLoggingHelper.tracker
+        moe_logging.set_moe_metrics_tracker(self.moe)
         MTPLossLoggingHelper.tracker = self.mtp
         self.moe.clear()
         MTPLossLoggingHelper.clean_metrics_in_tracker()
         try:
             yield
         finally:
-            set_moe_metrics_tracker(moe)
+            moe_logging.set_moe_metrics_tracker(moe)
             MTPLossLoggingHelper.tracker = mtp
 
     def reduce(
@@ -225,26 +221,29 @@ def expert_load(
         A function that returns the counts so far, over all ranks and microbatches and on every rank: [l, e] int64, for
         the model's l layers (those of multi-token prediction last; rows of zeros for layers without experts) and e
         experts, in the model's order whatever the layout. What a capacity dropped is not in it, padding up to one is.
+        A step that a `FaultGuard` computes again counts once, and one that it skips or refuses does not.
     """
-    config, counts = get_model_config(chunks[0]), dict[TopKRouter, torch.Tensor]()
+    config = get_model_config(chunks[0])
+    layers, experts = config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts or 0
+    zeros: Any = partial(torch.zeros, dtype=torch.int64, device=torch.cuda.current_device())
+    counts: dict[Any, torch.Tensor] = {router: zeros(experts) for router in _routers(chunks)}
 
     def count(router: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         if torch.is_grad_enabled() or not router.training:  # recomputed layers run twice, once without gradients
-            counts[router] = counts.get(router, 0) + output[1].sum(dim=0)
+            counts[router] += output[1].sum(dim=0)
 
     def read() -> torch.Tensor:
-        shape = config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts or 0
-        tokens = torch.zeros(shape, dtype=torch.int64, device=torch.cuda.current_device())
-        for router, own in counts.items():
-            layer: Any = router.layer_number  # from 1
-            tokens[layer - 1 + (config.num_layers if router.is_mtp_layer else 0)] += own
+        tokens = zeros(layers, experts)
+        for router, own in counts.items():  # which number layers from 1
+            tokens[router.layer_number - 1 + (config.num_layers if router.is_mtp_layer else 0)] += own
         dist.all_reduce(tokens, group=groups.tp_dp_cp if config.sequence_parallel else groups.dp_cp)
         dist.all_reduce(tokens, group=groups.pp)
         return tokens
 
-    hooks = [router.register_forward_hook(count) for router in _routers(chunks)]
-    try:
+    with contextlib.ExitStack() as undo:
+        for router, own in counts.items():
+            name = f"load_{id(own)}"
+            router.register_buffer(name, own, persistent=False)  # which a guard puts back with all that a step changed
+            undo.callback(delattr, router, name)
+            undo.enter_context(router.register_forward_hook(count))
         yield read
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import sys
 import time
@@ -18,10 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small import small_state
+from small import small_state, text_loader
 
 import minloop
 from minloop.checkpoint.extra_state import letting_checked_states_in
+from minloop.checkpoint.reading import read_checkpoint
 
 LAYOUT: dict[str, Any] = {"num_layers": 2, "tensor_model_parallel_size": 2}
 TENSOR = "output_layer.weight"
@@ -31,7 +33,7 @@ def save_twice(directory: str) -> None:
     state = small_state(**LAYOUT)
     for _ in range(2):
         state.iteration += 1
-        minloop.save_checkpoint(directory, state)
+        minloop.save_checkpoint(directory, state, text_loader(state))
     minloop.shutdown_distributed()
 
 
@@ -50,7 +52,7 @@ def try_to_load(attempts: list[tuple[str, bool | None]]) -> list[tuple[str, str,
     for path, verify in attempts:
         before, start = [p.detach().clone() for p in state.chunks[0].parameters()], time.monotonic()
         try:
-            kind, text = "", str(minloop.load_checkpoint(path, state, verify=verify))
+            kind, text = "", str(minloop.load_checkpoint(path, state, text_loader(state), verify=verify))
         except Exception as error:
             kind, text = type(error).__name__, str(error)
         unchanged = all(map(torch.equal, before, state.chunks[0].parameters()))
@@ -112,6 +114,32 @@ def point_outside(metadata: Any) -> None:
     metadata.storage_data[index] = replace(part, relative_path="../../etc/passwd")
 
 
+def craft(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Write the records anew, where mcore looks for them first."""
+
+    def write_common(checkpoint: Path) -> None:
+        without_manifest(checkpoint)
+        common = read_checkpoint(checkpoint).common
+        edit(common)
+        torch.save(common, checkpoint / "common.pt")
+
+    return write_common
+
+
+RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no dict": (lambda c: c.update(minloop=[]), "common.pt is damaged: minloop is [], not a dict; "),
+    "no layout": (lambda c: c["minloop"].update(layout=2), "minloop.layout is 2, not a dict"),
+    "sizes in words": (lambda c: c["minloop"]["layout"].update(tp="two"), "minloop.layout.tp is 'two', not a size"),
+    "tensors": (lambda c: c["minloop"]["architecture"].update(a=torch.ones(2)), "minloop.architecture.a is tensor("),
+    "kind": (lambda c: c["minloop"].update(optimizer_kind=["fp32"]), "optimizer_kind is ['fp32'], not one of fp32, "),
+    "switches": (lambda c: c.update(content_metadata="x"), "content_metadata is 'x', not a dict"),
+}
+PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "step": (lambda c: c.update(optimizer={"state": {"common_step": "2"}}), "optimizer.state.common_step is '2', not "),
+    "scale": (lambda c: c.update(optimizer=[{"grad_scaler": {"scale": 1.0}}]), "optimizer.0.grad_scaler.scale is 1.0"),
+    "schedule": (lambda c: c.update(opt_param_scheduler={}), "opt_param_scheduler.num_steps is None, not a count"),
+    "position": (lambda c: c["minloop"]["loaders"]["train"].pop("consumed_samples"), "minloop.loaders.train is {'"),
+}
 ELSEWHERE = b'{"sharded_backend": "zarr", "sharded_backend_version": 2}'
 UNKNOWN_CLASS = b"cmegatron.core.dist_checkpointing.strategies.future\nNewMetadata\n."
 DAMAGES: dict[str, tuple[Callable[[Path], Any], bool | None, str]] = {
@@ -129,6 +157,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], bool | None, str]] = {
     "garbage metadata.json": (write("metadata.json", b"[1]"), None, "metadata.json is damaged ("),
     "another format": (write("metadata.json", ELSEWHERE), None, "sharded_backend='zarr', version 2"),
     "garbage common.pt": (write("common.pt", b"garbage"), None, "common.pt is damaged ("),
+    **{name: (craft(edit), None, message) for name, (edit, message) in (RECORDS | PROGRESS).items()},
     "garbage integrity.json": (lambda c: (c / "integrity.json").write_text("{"), None, "integrity.json is damaged"),
 }
 
@@ -147,6 +176,15 @@ def test_damage_is_named_on_every_rank_and_changes_nothing(saved: Path, tmp_path
             assert text == ranks[0][1]
             assert unchanged, case
             assert seconds < 30
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_describing_names_a_record_without_form(record: str, saved: Path, tmp_path: Path) -> None:
+    edit, message = RECORDS[record]
+    checkpoint = Path(shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002"))
+    craft(edit)(checkpoint)
+    with pytest.raises(minloop.CheckpointError, match=re.escape(message)):
+        minloop.describe_checkpoint(checkpoint)
 
 
 def test_what_one_rank_finds_while_reading_is_raised_on_all(saved: Path, tmp_path: Path) -> None:

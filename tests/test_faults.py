@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small import small_state, text_loader
+from small import SEQUENCE_LENGTH, small_state, text_loader
 
 import minloop
 
@@ -77,7 +77,9 @@ def train_with_faults(directory: str) -> dict[str, Any]:
     rerun = minloop.FaultGuard(rerun=True)
     unharmed = step(state, loader, rerun).losses, weights(state)
     minloop.load_checkpoint(directory, state, loader)
-    again = step(state, loader, rerun, iteration=3, rank=1, times=1)
+    with minloop.expert_load(state.chunks, state.groups) as load:
+        again = step(state, loader, rerun, iteration=3, rank=1, times=1)
+    assert load().sum(dim=1).tolist() == [2 * 2 * COUNT * 2 * SEQUENCE_LENGTH] * 2  # two experts for each token, once
     assert rerun.transient_faults == [3]
     assert again.losses == unharmed[0]
     assert again.losses.keys() == {"lm loss", "load_balancing_loss"}

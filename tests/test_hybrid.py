@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.ssm.mlp_layer import MLPLayer
 from ranks import run_ranks
 from small import SEQUENCE_LENGTH, VOCAB_SIZE, small_config, text_loader, train
 
@@ -132,6 +133,29 @@ def test_layouts_train_the_same_model(model: str, first: str, second: str, refer
     pairs = zip(history, expected, strict=True)
     worst = max(abs(a - b) / b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
     assert worst <= (ROUTED if "E" in MODELS[model][0] else DENSE)
+
+
+def dropped() -> list[torch.Tensor]:
+    """Where the stack's first layer kept what it adds: where ranks have the same tokens, and each its own."""
+    kept: list[torch.Tensor] = []
+    for sequence_parallel in (False, True):
+        state = build("-", {}, num_layers=1, hidden_dropout=0.5, **TP | {"sequence_parallel": sequence_parallel})
+        (layer,) = [module for module in state.chunks[0].modules() if isinstance(module, MLPLayer)]
+
+        def keep(layer: Any, args: Any, given: dict[str, Any], output: tuple[torch.Tensor, Any]) -> None:
+            kept.append((output[0] != given["hidden_states"]).clone())
+
+        layer.register_forward_hook(keep, with_kwargs=True)
+        minloop.train_step(state, text_loader(state), num_microbatches=1)
+        minloop.shutdown_distributed()
+    return kept
+
+
+def test_ranks_with_their_own_tokens_drop_at_their_own_places() -> None:
+    first, second = run_ranks(2, dropped)
+    assert torch.equal(first[0], second[0])
+    assert 0.4 < (first[1] == second[1]).double().mean() < 0.6
+    assert 0.4 < first[1].double().mean() < 0.6
 
 
 def test_the_pattern_decides_which_layers_a_stage_has() -> None:

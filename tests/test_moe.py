@@ -351,7 +351,7 @@ def test_recomputed_layers_are_counted_once(tmp_path: Path) -> None:
         ({"moe_latent_size": 16}, "moe_latent_size=16 needs Transformer Engine"),
         ({"moe_router_fusion": True}, "moe_router_fusion=True needs Transformer Engine"),
         ({"moe_permute_fusion": True}, "moe_permute_fusion=True needs Transformer Engine"),
-        ({"moe_token_dispatcher_type": "flex"}, "needs the package deep_ep, which is not installed"),
+        ({"moe_token_dispatcher_type": "flex"}, "needs the package deep_ep, which is not installed: pip install git"),
         (
             {"moe_shared_expert_intermediate_size": 32, "add_bias_linear": True},
             "mcore's shared experts have no biases",

@@ -7,6 +7,7 @@ all that a run has to remember.
 """
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -138,7 +139,7 @@ class Loader:
                 f"the saved data position is one in other data ({'; '.join(differing)}): build the loader as it was, "
                 "or choose a position in this one by build_loader(consumed_samples=...) and do not load the saved one"
             )
-        self._consumed_samples = state["consumed_samples"]
+        self._consumed_samples = operator.index(state["consumed_samples"])
         self._batches = None
 
     def _identity(self) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Samples that come one after the other, without a length or an index, with the loader's order and position."""
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
@@ -68,7 +69,7 @@ class StreamLoader:
                 f"the saved data position is one of a Loader (it has {', '.join(sorted(others))}): build the loader as "
                 "it was, or choose a position by build_stream_loader(consumed_samples=...) and do not load this one"
             )
-        self._consumed_samples, self._rest = state["consumed_samples"], None
+        self._consumed_samples, self._rest = operator.index(state["consumed_samples"]), None
 
 
 def build_stream_loader(

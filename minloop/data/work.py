@@ -18,6 +18,7 @@ import numpy
 
 from minloop.data.indexed import IndexedWriter, check_untaken
 from minloop.data.sources import Position
+from minloop.disk import write_durably
 
 SAVE_SECONDS = 10.0  # of work that a killed run may lose
 EXAMPLES = 100  # of malformed records that are remembered
@@ -121,12 +122,7 @@ class UnfinishedWork:
             "sizes": {key: writer.flush() for key, writer in self.writers.items()},
             "finished": self._finished,
         }
-        path = self._directory / "state.json"
-        with path.with_suffix(".new").open("w") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path.with_suffix(".new"), path)
+        write_durably(self._directory / "state.json", json.dumps(state))
         self._saved = time.monotonic()
 
     def finish(self) -> None:

@@ -17,12 +17,13 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from minloop.layers.attention import TorchDotProductAttention
 from minloop.layers.gated_delta_net import TorchGatedDeltaNet
 from minloop.layers.gathered_linear import TorchColumnParallelLinearGathered
-from minloop.layers.hybrid_stack import TorchHybridStack
+from minloop.layers.hybrid_stack import OwnStreamHybridStack, TorchHybridStack
 from minloop.layers.latent_attention import TorchMLASelfAttention
 from minloop.layers.mamba import TorchMambaMixer
 from minloop.layers.norm import TorchNorm
 
 __all__ = [
+    "OwnStreamHybridStack",
     "TorchColumnParallelLinearGathered",
     "TorchDotProductAttention",
     "TorchGatedDeltaNet",
