@@ -18,6 +18,7 @@ the peer's.
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -92,6 +93,12 @@ def environment(needs: dict[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
+def last_words(output: str) -> str:
+    """Return the end of what a failed run printed, before torchrun's own report of it."""
+    own = re.split(r"^[EW]\d{4} .*(?:failed \(exitcode|Sending process)", output, maxsplit=1, flags=re.MULTILINE)[0]
+    return (own.strip() or output)[-1500:]
+
+
 def measure(peer: str, asked: Comparison) -> Result:
     """Run one peer once. Raises RuntimeError, with the end of its output, if it fails or takes too long."""
     run = run_of(peer, asked.run)
@@ -107,7 +114,7 @@ def measure(peer: str, asked: Comparison) -> Result:
     with asked.log.open("a") as file:
         file.write(f"==== {peer}: {' '.join(command)}\n{output}\n")
     if process.returncode != 0:
-        raise RuntimeError(f"{peer}: exit code {process.returncode}; its output ends with: {output[-1500:]}")
+        raise RuntimeError(f"{peer}: exit code {process.returncode}; its output ends with: {last_words(output)}")
     return parse(output, run)
 
 

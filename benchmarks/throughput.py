@@ -8,8 +8,9 @@
 
 Words `name=value` are counts and fields of the shape (see shapes.read_run); `warmup=5` steps that do not count;
 `profile=FILE`, where kernels, launches and waits of one more step are listed; and fields of mcore's TransformerConfig,
-DistributedDataParallelConfig and OptimizerConfig, by their names, in the place of those that minloop chooses. What is
-set here by hand is in SETTINGS; the rest is what minloop's build functions choose.
+DistributedDataParallelConfig and OptimizerConfig, by their names, in the place of those that minloop chooses;
+`reshard_after_forward=True` asks for torch FSDP2. What is set here by hand is in SETTINGS; the rest is what minloop's
+build functions choose.
 
 Prints the rate, then a line of JSON with the time of each window and its loss, which compare_peers.py reads.
 """
@@ -45,8 +46,9 @@ OF_SHAPE: dict[str, dict[str, Any]] = {"A": {"cuda_graph_impl": "full_iteration"
 
 
 def build(run: Run) -> minloop.TrainState:
-    """The state of one run, from the benchmark's weights where there is one tensor and pipeline rank."""
+    """The state of one run, from the benchmark's weights where a rank has them whole to begin with."""
     given = {name: read(value) for name, value in run.options.items() if name not in ("warmup", "profile")}
+    torch_fsdp = {name: given.pop(name) for name in ("reshard_after_forward",) if name in given}
     settings = run.shape.transformer_fields() | SETTINGS | OF_SHAPE.get(run.shape.name, {}) | given
 
     def of(kind: type[Any]) -> dict[str, Any]:
@@ -56,7 +58,8 @@ def build(run: Run) -> minloop.TrainState:
     if unknown := settings.keys() - known.keys():
         raise ValueError(f"no field of mcore's configs: {', '.join(sorted(unknown))}")
     config = minloop.build_config(**of(minloop.TransformerConfig))
-    groups = minloop.init_distributed(config, seed=1)
+    instances = settings.get("num_distributed_optimizer_instances", 1)
+    groups = minloop.init_distributed(config, seed=1, num_distributed_optimizer_instances=instances)
     if config.tp_comm_overlap:
         lengths = {"seq_length": run.shape.sequence_length, "micro_batch_size": run.shape.micro_batch_size}
         minloop.init_tp_overlap(config, **lengths)
@@ -69,12 +72,14 @@ def build(run: Run) -> minloop.TrainState:
         rotary_base=run.shape.rotary_base,
         share_embeddings_and_output_weights=False,
     )
-    if config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1:
+    whole = config.tensor_model_parallel_size == config.pipeline_model_parallel_size == 1
+    if whole and not config.init_model_with_meta_device:
         first_expert = groups.ep.rank() * run.shape.num_moe_experts // groups.ep.size()
         for chunk in chunks:
             weights.fill(chunk.named_parameters(), weights.megatron_core(run.shape, first_expert))
-    ddp_config = minloop.build_ddp_config(config, **of(minloop.DistributedDataParallelConfig))
-    chunks = minloop.wrap_ddp(chunks, ddp_config, groups)
+    ddp_config = minloop.build_ddp_config(config, **of(minloop.DistributedDataParallelConfig), **torch_fsdp)
+    sharded = bool(torch_fsdp) or ddp_config.use_megatron_fsdp
+    chunks = (minloop.wrap_fsdp if sharded else minloop.wrap_ddp)(chunks, ddp_config, groups)
     optimizer_fields = {name: value for name, value in of(minloop.OptimizerConfig).items() if name != "bf16"}
     optimizer_config = minloop.build_optimizer_config(config, ddp_config, **optimizer_fields)
     return minloop.TrainState(chunks, minloop.build_optimizer(chunks, optimizer_config, groups), None, config, groups)

@@ -34,7 +34,7 @@ fields; the defaults are those of mcore's `YarnRotaryEmbedding`."""
 def unwrapped(chunk: torch.nn.Module) -> Any:
     """The model inside a chunk's wrappers, of which mcore's `unwrap_model` leaves Megatron FSDP's inner one."""
     model: Any = unwrap_model(chunk)
-    return model.module if isinstance(model, MegatronFSDP) else model
+    return unwrap_model(model.module) if isinstance(model, MegatronFSDP) else model
 
 
 def gpt_specs(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> tuple[Any, Any]:

@@ -9,10 +9,17 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
+from minloop.combined_checks import check_combined_schedule
 from minloop.context_parallel_checks import check_context_parallel
 from minloop.determinism import check_deterministic_config
 from minloop.expert_checks import check_experts
-from minloop.fsdp_checks import check_megatron_fsdp, check_not_fsdp, check_torch_fsdp, is_torch_fsdp
+from minloop.fsdp_checks import (
+    check_megatron_fsdp,
+    check_meta_device,
+    check_not_fsdp,
+    check_torch_fsdp,
+    is_torch_fsdp,
+)
 from minloop.graph_checks import check_cuda_graphs
 from minloop.memory_checks import check_recompute
 from minloop.precision_checks import check_fp8_param, check_precision
@@ -57,13 +64,6 @@ UNKNOWN = {
     "expert_gtp_weight_remat_size": 1,
 }
 """Fields of `TransformerConfig` with the one value that trains."""
-
-COMBINED_SCHEDULE = (
-    "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute",
-    "ep_overlap_early_attn_memory_release",
-)
-"""Fields of mcore's schedule that runs one microbatch's forward pass beside another's backward pass."""
 
 
 def use_transformer_engine() -> bool:
@@ -128,15 +128,11 @@ def check_config(config: Any) -> None:
     _check_unknown(config)
     check_recompute(config)
     check_cuda_graphs(config)
+    check_meta_device(config)
 
 
 def _check_schedule(config: Any) -> None:
-    for name in COMBINED_SCHEDULE:
-        if getattr(config, name):
-            raise ValueError(
-                f"{name}=True needs a schedule that combines forward and backward passes, which minloop does not "
-                "drive: set it to False"
-            )
+    check_combined_schedule(config)
     group, pp = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
     if config.virtual_pipeline_model_parallel_size is not None and group is not None and group < pp:
         raise ValueError(
@@ -207,9 +203,13 @@ def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParal
         check_megatron_fsdp(config, ddp_config)
     else:
         check_not_fsdp(ddp_config)
+    check_meta_device(config, ddp_config)
     check_fp8_param(config, ddp_config)
-    if ddp_config.delay_wgrad_compute:
-        raise ValueError("delay_wgrad_compute=True needs a schedule that minloop does not drive: set it to False")
+    if ddp_config.delay_wgrad_compute != config.delay_wgrad_compute and not is_torch_fsdp(ddp_config):
+        raise ValueError(
+            f"delay_wgrad_compute is {ddp_config.delay_wgrad_compute} in the DistributedDataParallelConfig, but "
+            f"{config.delay_wgrad_compute} in the TransformerConfig: give both the same value"
+        )
     if (
         not ddp_config.use_megatron_fsdp
         and ddp_config.overlap_param_gather

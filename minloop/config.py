@@ -25,7 +25,8 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     Engine where there is one and a GPU, otherwise local; interleaved pipelines overlap their communication; the loss is
     averaged over the tokens of the global batch (`calculate_per_token_loss`), the only average that no layout changes;
     fused kernels that suit the model are on (see `_fusions`), on a GPU weight gradients are accumulated as they are
-    computed; CUDA graphs draw from Transformer Engine's random streams. All other fields keep mcore's defaults.
+    computed; CUDA graphs draw from Transformer Engine's random streams; FP8 with delayed scaling scales by the largest
+    values of the last 1024 passes. All other fields keep mcore's defaults.
 
     Args:
         config_class: `TransformerConfig` or a subclass of it (`MLATransformerConfig`, your own).
@@ -48,6 +49,9 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
         chosen["moe_ffn_hidden_size"] = draft.ffn_hidden_size or 4 * draft.hidden_size
     elif draft.variable_seq_lengths:  # with which mcore refuses its default even where there are no experts
         chosen["moe_token_dispatcher_type"] = "alltoall"
+    if draft.fp8 and draft.fp8_recipe == "delayed":
+        # As Transformer Engine has them; mcore's own scale by the last microbatch alone, and clip the next one's peaks.
+        chosen |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     # Of a graph's random numbers only Transformer Engine's tracker knows.
     chosen["use_te_rng_tracker"] = draft.cuda_graph_impl != "none" and draft.transformer_impl != "local"
     chosen |= _fusions(draft) | fields
@@ -161,6 +165,7 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": sharded and overlap,
         "fp8_param_gather": config.fp8_param,
+        "delay_wgrad_compute": config.delay_wgrad_compute,
     }
     if fsdp:
         chosen |= {

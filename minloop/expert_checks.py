@@ -9,6 +9,12 @@ LOAD_BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn
 FLEX_PACKAGES = {"deepep": "deep_ep", "hybridep": "deep_ep", "ncclep": "transformer_engine"}
 """What each `moe_flex_dispatcher_backend` imports."""
 
+FLEX_INSTALL = {
+    "deepep": "pip install git+https://github.com/deepseek-ai/DeepEP",
+    "hybridep": "pip install git+https://github.com/deepseek-ai/DeepEP@hybrid-ep",
+    "ncclep": "pip install transformer-engine[pytorch]",
+}
+
 ONLY_WITH_TE = {
     "moe_grouped_gemm": "mcore's local layers run expert after expert whatever it says; set it to False",
     "moe_latent_size": "set it to None",
@@ -125,5 +131,5 @@ def _check_parts(config: Any) -> None:
     if find_spec(package) is None:
         raise ValueError(
             f"moe_token_dispatcher_type='flex' with moe_flex_dispatcher_backend={backend!r} needs the package "
-            f"{package}, which is not installed: install it, or set moe_token_dispatcher_type='alltoall'"
+            f"{package}, which is not installed: {FLEX_INSTALL[backend]}, or set moe_token_dispatcher_type='alltoall'"
         )

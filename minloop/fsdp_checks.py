@@ -38,6 +38,33 @@ def check_not_fsdp(ddp_config: DistributedDataParallelConfig) -> None:
             )
 
 
+def check_meta_device(config: Any, ddp_config: DistributedDataParallelConfig | None = None) -> None:
+    """Refuse `init_model_with_meta_device` where nothing would put the weights where they belong.
+
+    Args:
+        config: a `TransformerConfig`, or anything with its fields.
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    if not config.init_model_with_meta_device:
+        return
+    for name in ("fp8_param", "use_cpu_initialization"):
+        if getattr(config, name):
+            raise ValueError(f"init_model_with_meta_device=True with {name}=True: set one of them to False")
+    if config.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            "init_model_with_meta_device=True is for wrap_fsdp, which has no pipelines, with "
+            f"pipeline_model_parallel_size ({config.pipeline_model_parallel_size}) > 1: set one of them to False or 1"
+        )
+    if ddp_config is not None and not is_torch_fsdp(ddp_config):
+        strategy = ddp_config.data_parallel_sharding_strategy
+        if not ddp_config.use_megatron_fsdp or strategy == "no_shard":
+            raise ValueError(
+                f"init_model_with_meta_device=True with use_megatron_fsdp={ddp_config.use_megatron_fsdp} and "
+                f"data_parallel_sharding_strategy={strategy!r}: it is for wrap_fsdp with shards; set it to False"
+            )
+
+
 def check_megatron_fsdp(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
     """Refuse what mcore 0.19's Megatron FSDP cannot train, fails on without a name, or trains wrongly in silence.
 
@@ -53,6 +80,11 @@ def check_megatron_fsdp(config: Any, ddp_config: DistributedDataParallelConfig) 
         raise ValueError(
             f"data_parallel_sharding_strategy='no_shard' with expert_model_parallel_size ({ep}) > 1: every rank would "
             "clip by the norm of its own experts' gradients, and replicas come apart; use 'optim' or wrap_ddp"
+        )
+    if config.overlap_moe_expert_parallel_comm and ddp_config.fsdp_double_buffer:
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm=True with fsdp_double_buffer=True, which has room for one microbatch's "
+            "layers: set one of them to False"
         )
     if config.fp16:
         raise ValueError(
@@ -143,6 +175,11 @@ def check_torch_fsdp(config: Any, ddp_config: DistributedDataParallelConfig) -> 
             f"torch FSDP2 with expert_model_parallel_size ({config.expert_model_parallel_size}) > 1 or another "
             "expert_tensor_parallel_size than tensor_model_parallel_size: experts would be sharded over ranks that "
             "hold other ones; use Megatron FSDP or wrap_ddp"
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "torch FSDP2 with overlap_moe_expert_parallel_comm=True, whose schedule calls parts of layers, where FSDP2 "
+            "would gather no weights: set it to False"
         )
     if config.gradient_accumulation_fusion:
         raise ValueError(

@@ -15,6 +15,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer import MegatronModule
 from megatron.core.utils import get_model_config
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +24,7 @@ from minloop.advice import say_choices
 from minloop.checks import check_ddp_config
 from minloop.distributed import created
 from minloop.fsdp_checks import is_torch_fsdp
+from minloop.meta_device import data_parallel_group, fill_shards, whole_when_reset
 
 FullySharded = FullyShardedDataParallel | TorchFullyShardedDataParallel
 
@@ -91,8 +93,7 @@ def _check_model(
 def _broadcast(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
     for parameter in chunk.parameters():
         if not parameter.is_meta:
-            is_expert = not getattr(parameter, "allreduce", True)
-            dist.broadcast(parameter.detach(), group=groups.expt_dp if is_expert else groups.dp_cp, group_src=0)
+            dist.broadcast(parameter.detach(), group=data_parallel_group(parameter, groups), group_src=0)
 
 
 def _wrap_megatron(
@@ -102,13 +103,14 @@ def _wrap_megatron(
     units: Sequence[type[torch.nn.Module]] | None,
 ) -> FullyShardedDataParallel:
     more: dict[str, Any] = {} if units is None else {"fsdp_unit_modules": [*units]}
-    wrapped = FullyShardedDataParallel(
-        config=get_model_config(chunk),
-        ddp_config=copy.copy(ddp_config),  # it writes into it
-        module=chunk,
-        pg_collection=groups,
-        **more,
-    )
+    with whole_when_reset(chunk, groups):
+        wrapped = FullyShardedDataParallel(
+            config=get_model_config(chunk),
+            ddp_config=copy.copy(ddp_config),  # it writes into it
+            module=chunk,
+            pg_collection=groups,
+            **more,
+        )
     created.callback(_await_gathers, weakref.ref(wrapped))
     return wrapped
 
@@ -128,13 +130,22 @@ def _wrap_torch(
     config = get_model_config(chunk)
     more: dict[str, Any] = {} if units is None else {"sub_modules_to_wrap": {*units}}
     wrapped = TorchFullyShardedDataParallel(config, ddp_config, chunk, process_group=groups.dp_cp, **more)
+    fill_shards(wrapped)
     for module in wrapped.modules():
+        if isinstance(module, MambaMixer):
+            module.register_forward_pre_hook(_use_own_parameters)
         if isinstance(module, FSDPModule):
             if config.calculate_per_token_loss:  # gradients are divided by the tokens, not by the ranks
                 module.set_gradient_divide_factor(1.0)
             # NCCL alone can divide
             module.set_force_sum_reduction_for_comms(config.calculate_per_token_loss or not torch.cuda.is_available())
     return wrapped
+
+
+def _use_own_parameters(mixer: Any, _: Any) -> None:
+    """Let the mixer's part for context parallelism use what FSDP2 gathered, not the parameters from before wrapping."""
+    for name in ("conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"):
+        setattr(mixer.cp, f"{name}_cp1", getattr(mixer, name))
 
 
 def local_gradients(chunk: FullySharded) -> Generator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,6 @@
 """Models: a provider builds one chunk; `build_model` builds this rank's chunks, one per virtual pipeline stage."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,10 +21,12 @@ from megatron.core.transformer.module import Float16Module
 
 from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options, unwrapped
 from minloop.checks import check_config
+from minloop.groups import check_groups
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
 from minloop.layers.installed import fuse_rope_where_it_fits, install_kernels
 from minloop.messages import without_log_lines
+from minloop.meta_device import cut_as_built
 from minloop.precision_checks import start_from_own_weights
 from minloop.tp_overlap import require_tp_overlap
 
@@ -67,21 +70,22 @@ def build_model(
 
     All chunks share one copy of `config`, so that one config serves many models.
 
+    For a model larger than a GPU, `init_model_with_meta_device` keeps of each layer's weights only this rank's part, as
+    soon as they are drawn, until `wrap_fsdp` puts them into its shards: the same weights as otherwise. What is no
+    `TransformerLayer` or other layer of mcore's, such as the embedding, is whole until then.
+
     Args:
         provider: builds one chunk.
         before_wrapping: called with each chunk before it is cast to bf16 or fp16: load weights, freeze, add adapters.
     Raises:
-        ValueError: the groups have another layout than the config.
+        ValueError: the groups have another layout than the config; `before_wrapping` with
+            `init_model_with_meta_device`, when it would see no weights.
         RuntimeError: `deterministic_mode`, but torch does not use deterministic algorithms; `tp_comm_overlap` without
             `init_tp_overlap`.
     """
     check_config(config)
     check_groups(config, groups)
-    if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError(
-            "deterministic_mode=True, but torch does not use deterministic algorithms: give this config to "
-            "init_distributed, or call torch.use_deterministic_algorithms(True) where a host made the groups"
-        )
+    _check_start(config, before_wrapping)
     install_kernels(config)
     require_tp_overlap(config)
     config = copy.copy(config)
@@ -91,21 +95,36 @@ def build_model(
         vp_stage = None if stages is None else stage
         first = is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, stages)
         last = is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, stages)
-        chunk = provider(
-            config,
-            pre_process=first,
-            post_process=last,
-            vp_stage=vp_stage,
-            pg_collection=groups,
-        )
+        with cut_as_built(config, groups) if config.init_model_with_meta_device else contextlib.nullcontext():
+            chunk = provider(
+                config,
+                pre_process=first,
+                post_process=last,
+                vp_stage=vp_stage,
+                pg_collection=groups,
+            )
         _complete(chunk, config, groups, first, last)
         if before_wrapping is not None:
             before_wrapping(chunk)
             start_from_own_weights(chunk)
-        chunk.cuda(torch.cuda.current_device())
+        if not config.init_model_with_meta_device:
+            chunk.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk)
     _freeze_tied_weight(chunks, groups)
     return chunks
+
+
+def _check_start(config: TransformerConfig, before_wrapping: Any) -> None:
+    if config.init_model_with_meta_device and before_wrapping is not None:
+        raise ValueError(
+            "before_wrapping with init_model_with_meta_device=True, where layers have no weights before wrap_fsdp: set "
+            "it to False, or load weights into the training state"
+        )
+    if config.deterministic_mode and not torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "deterministic_mode=True, but torch does not use deterministic algorithms: give this config to "
+            "init_distributed, or call torch.use_deterministic_algorithms(True) where a host made the groups"
+        )
 
 
 def _freeze_tied_weight(chunks: list[MegatronModule], groups: ProcessGroupCollection) -> None:
@@ -137,22 +156,6 @@ def _complete(
     fuse_rope_where_it_fits(chunk, config)
     if config.mtp_num_layers and config.context_parallel_size > 1:
         count_tokens_of_all_ranks(chunk, groups.cp)
-
-
-def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
-    """Raise ValueError unless the groups have the sizes that `config` names."""
-    sizes: dict[str, Any] = {
-        "tensor_model_parallel_size": groups.tp,
-        "pipeline_model_parallel_size": groups.pp,
-        "context_parallel_size": groups.cp,
-        "expert_model_parallel_size": groups.ep,
-    }
-    for name, group in sizes.items():
-        if group is not None and group.size() != getattr(config, name):
-            raise ValueError(
-                f"{name} is {getattr(config, name)} in the config, but the groups were made for {group.size()}: pass "
-                "the config that init_distributed was given, or shut down and init again with this one"
-            )
 
 
 def check_vocab_size(vocab_size: int, config: TransformerConfig) -> None:

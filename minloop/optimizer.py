@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from minloop.fully_sharded import FullySharded
-from minloop.groups import gathering_within
+from minloop.groups import as_the_world
 from minloop.messages import without_warnings
 from minloop.precision_checks import check_optimizer_precision
 
@@ -65,7 +65,7 @@ def build_optimizer(
     if chunks[0].ddp_config.outer_dp_sharding_strategy != "no_shard":
         groups = copy.copy(groups)
         groups.intra_dist_opt = groups.tp_dp_cp  # mcore sums the gradient norm over these ranks: all have other shards
-    with without_warnings(), gathering_within(groups):  # warnings of experimental parts of mcore that it imports
+    with without_warnings(), as_the_world(groups):  # warnings of experimental parts of mcore that it imports
         optimizer = get_megatron_optimizer(
             optimizer_config,
             [*chunks],
@@ -101,6 +101,8 @@ def check_optimizer_config(
                 f"{expected}: use build_optimizer_config, or give both the same value"
             )
     check_optimizer_precision(optimizer_config, config, ddp_config)
+    if optimizer_config.optimizer_cpu_offload and not torch.cuda.is_available():
+        raise ValueError("optimizer_cpu_offload=True where there is no GPU, and it trains otherwise: set it to False")
     if optimizer_config.use_layer_wise_distributed_optimizer:
         raise ValueError(
             "use_layer_wise_distributed_optimizer=True: minloop does not drive that optimizer; set it to False"

@@ -107,6 +107,13 @@ def count_parameters(
     return count
 
 
+def largest_layer(config: Any) -> int:
+    """Return the parameters that a rank has of the largest layer."""
+    kinds = {kind for kinds in stage_layers(config, 0) for kind in kinds}
+    parts = [[*_attention(config), *(_experts(config) if kind == "E" else _mlp(config))] for kind in kinds]
+    return max((sum(number for _, number in part) for part in parts), default=0)
+
+
 def _norm(config: Any, size: int) -> int:
     return size * (2 if config.normalization == "LayerNorm" else 1)
 

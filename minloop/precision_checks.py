@@ -11,6 +11,8 @@ from megatron.core import fp8_utils
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
+from minloop.fsdp_checks import is_torch_fsdp
+
 FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "custom": (8, 9)}
 """Compute capability with which a recipe begins, transformer_engine/pytorch/quantization.py: 8.9 is Ada, 9.0 Hopper,
 10.0 Blackwell."""
@@ -166,6 +168,11 @@ def check_optimizer_precision(
         )
     if not optimizer_config.optimizer_cpu_offload:
         return
+    if ddp_config.use_megatron_fsdp or is_torch_fsdp(ddp_config):
+        raise ValueError(
+            "optimizer_cpu_offload=True with wrap_fsdp, of whose shards mcore 0.19's optimizer on the CPU finds no "
+            "gradients: set it to False, or use wrap_ddp with use_distributed_optimizer=True"
+        )
     if not optimizer_config.use_precision_aware_optimizer:
         raise ValueError(
             "optimizer_cpu_offload=True with use_precision_aware_optimizer=False: mcore's optimizer on the CPU takes "

@@ -1,6 +1,7 @@
 """Forward and backward over the microbatches of a step: mcore's schedules, by launches or as one CUDA graph."""
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
+from minloop.architecture import unwrapped
 from minloop.data import to_device
 from minloop.graph_checks import check_graph_sequence
 from minloop.losses import LossFunction, Report, exact_token_count
@@ -19,7 +21,7 @@ from minloop.microbatches import Microbatches
 from minloop.placement import PlacedBatch, place_batch
 from minloop.state import TrainState
 
-ForwardStep = Callable[[Iterator[Any], Any], tuple[torch.Tensor, LossFunction]]
+ForwardStep = Callable[..., tuple[Any, LossFunction]]
 
 
 def forward_backward(
@@ -39,6 +41,8 @@ def forward_backward(
         The reports of the microbatches; empty but on the last pipeline stage.
     """
     check_count(state, batches.count)
+    if state.config.overlap_moe_expert_parallel_comm and not forward_only:
+        _check_plans(state, forward_step)
     config, taken = state.config, batches.take()
     # fp16 has no room for gradients that small; its loss scale would have to be larger by the number of tokens.
     ahead = counts_loss_mask and config.calculate_per_token_loss and not (forward_only or config.fp16)
@@ -56,6 +60,21 @@ def forward_backward(
     place = partial(place_batch, model=model) if is_gpt else partial(to_device, device=torch.cuda.current_device())
     placed = [place(batch) for batch in taken]
     return state.graphs.run(run, forward_step, placed, config.cuda_graph_warmup_steps)
+
+
+def _check_plans(state: TrainState, forward_step: ForwardStep) -> None:
+    """Raise ValueError unless the forward step and the model can give mcore's combined schedule their plans."""
+    model: Any = unwrapped(state.chunks[0])
+    if not hasattr(model, "build_schedule_plan"):
+        raise ValueError(
+            f"overlap_moe_expert_parallel_comm=True with a {type(model).__name__}, which has no build_schedule_plan: "
+            "set it to False"
+        )
+    if "return_schedule_plan" not in inspect.signature(forward_step).parameters:
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm=True with a forward_step that takes no return_schedule_plan: let it "
+            "return model.build_schedule_plan(...) for model(...) where that is True, or set the field to False"
+        )
 
 
 def check_count(state: TrainState, count: int) -> None:

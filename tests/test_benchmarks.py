@@ -9,7 +9,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks are no part of the package
 
-from benchmarks import memory, precision, throughput, tokens, weights
+from benchmarks import (
+    cases,
+    context_parallel,
+    fsdp,
+    largest_model,
+    memory,
+    precision,
+    resharded_training,
+    scaling,
+    throughput,
+    tokens,
+    weights,
+)
 from benchmarks.compare_peers import command_of, read_words, row, run_of, table
 from benchmarks.peers import megatron_lm, plain_torch, torchtitan
 from benchmarks.peers.processes import Result
@@ -104,8 +116,56 @@ def test_cases_of_memory_say_what_they_expect() -> None:
     run = read_run(["D", "gpus=2", "global_batch_size=8"])
     plain, mlp = (memory.estimate(run, memory.CASES[name]) for name in ("plain", "recompute_mlp"))
     assert plain.total - mlp.total > 20 * 2**30
-    words = memory.words(memory.CASES["bf16_moments"])
+    words = cases.words(memory.CASES["bf16_moments"])
     assert throughput.read(words["exp_avg_dtype"]) is torch.bfloat16
+
+
+def test_a_case_is_a_run_of_its_own() -> None:
+    asked = cases.read_cases(["zero1", "fsdp2", "steps=4"], fsdp.CASES, fsdp.DEFAULTS)
+    assert (asked.names, asked.run.steps, asked.warmup) == (["zero1", "fsdp2"], 4, 5)
+    run = cases.one_run(asked.run, fsdp.CASES["fsdp2"])
+    assert run.options["reshard_after_forward"] == "True"
+    run = cases.one_run(asked.run, context_parallel.CASES["128k_p2p"])
+    assert (run.shape.sequence_length, run.options["context_parallel_size"]) == (131_072, "2")
+    with pytest.raises(ValueError, match="no such case: zero4"):
+        cases.read_cases(["zero4"], fsdp.CASES, fsdp.DEFAULTS)
+
+
+def test_cases_for_more_gpus_than_there_are_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    asked = cases.that_fit(cases.read_cases([], fsdp.CASES, fsdp.DEFAULTS), fsdp.CASES)
+    assert asked.names == [name for name in fsdp.CASES if "_4" not in name]
+    assert "hsdp_4 is left out: it needs 4 GPUs, and there are 2" in capsys.readouterr().out
+
+
+def test_more_gpus_have_more_tokens_or_share_them() -> None:
+    asked = cases.read_cases([], scaling.CASES, scaling.DEFAULTS)
+    runs = {name: cases.one_run(asked.run, case) for name, case in scaling.CASES.items()}
+    per_gpu = {name: run.shape.global_batch_size / run.gpus for name, run in runs.items()}
+    assert per_gpu == {"dp1": 16, "dp2": 16, "dp4": 16, "tp2": 8, "tp4": 4}
+    first = {"tokens_per_s_per_gpu": 100.0, "product_tflops": [700, 690]}
+    made = {"tokens_per_s_per_gpu": 98.0, "product_tflops": [685, 695]}
+    assert scaling.against(first, made) == {"efficiency": 0.98, "of_product": pytest.approx(0.9871)}
+    assert scaling.against(first, {"error": "exit code 1"}) == {}
+
+
+def test_resharding_replaces_its_own_row_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(resharded_training, "RESULTS", tmp_path / "rows.json")
+    rows = [{"device": "CPU", "ranks": ranks, "precision": "fp32", "allowed": new} for ranks, new in ((2, 0), (4, 1))]
+    for row_made in [*rows, rows[0] | {"allowed": 2}]:
+        resharded_training.write(row_made)
+    assert json.loads((tmp_path / "rows.json").read_text()) == [rows[1], rows[0] | {"allowed": 2}]
+    with pytest.raises(ValueError, match="3 ranks with"):
+        resharded_training.main(["3"])
+
+
+@pytest.mark.filterwarnings("ignore:Transformer Engine cross entropy")
+def test_sharding_more_makes_room_for_more_layers() -> None:
+    run = cases.read_cases([], largest_model.CASES, largest_model.DEFAULTS).run
+    zero1, megatron, torch_fsdp = (largest_model.most_layers(run, kind, 128) for kind in largest_model.KINDS.values())
+    assert 32 < zero1 < megatron < torch_fsdp
 
 
 def test_precisions_read_the_same_text() -> None:

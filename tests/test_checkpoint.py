@@ -19,7 +19,7 @@ from small import GLOBAL_BATCH_SIZE, small_state, text_loader, train
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import minloop
-from minloop.checkpoint import reading, tensors
+from minloop.checkpoint import restricted, tensors
 from minloop.checkpoint.flat_ranges import rectangles
 from minloop.optimizer import prepare_optimizer_state
 
@@ -167,7 +167,7 @@ def load_by_exchange(directory: str, options: dict[str, Any], pays: bool) -> lis
         checkpoint = minloop.load_checkpoint(directory, state)
         loaded = weight_bits(state)
         if pays:
-            failing = mock.patch.object(reading._Reader, "read_data", fail_on_last_rank)
+            failing = mock.patch.object(restricted.Reader, "read_data", fail_on_last_rank)
             with failing, pytest.raises(minloop.CheckpointError, match=r"on rank 1: .*not today"):
                 minloop.load_checkpoint(checkpoint, state)
     minloop.shutdown_distributed()

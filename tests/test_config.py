@@ -180,8 +180,8 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
         ({"multi_latent_attention": True}, "only MLATransformerConfig has"),
         ({"moe_layer_freq": [1, 0]}, r"moe_layer_freq has 2 entries for num_layers \(4\): give one per layer"),
         ({"cp_comm_type": ["p2p"] * 3}, r"cp_comm_type has 3 entries for num_layers \(4\): give one per layer"),
-        ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm=True needs a schedule"),
-        ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True needs a schedule"),
+        ({"overlap_moe_expert_parallel_comm": True}, "_comm=True with expert_model_parallel_size=1: it hides"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True is a part of overlap_moe_expert_parallel_comm=True"),
         (
             {
                 "pipeline_model_parallel_size": 2,
@@ -437,6 +437,13 @@ def model_for_other_groups() -> None:
     minloop.build_gpt_model(small_config(), groups, vocab_size=256, max_sequence_length=32)
 
 
+def model_for_some_groups() -> None:
+    config = small_config(tensor_model_parallel_size=2)
+    groups = minloop.init_distributed(config, seed=1)
+    some = minloop.ProcessGroupCollection(tp=groups.tp, pp=groups.pp, cp=groups.cp)
+    minloop.build_gpt_model(config, some, vocab_size=256, max_sequence_length=32)
+
+
 def odd_vocabulary() -> None:
     config = small_config(tensor_model_parallel_size=2)
     groups = minloop.init_distributed(config, seed=1)
@@ -447,6 +454,7 @@ def odd_vocabulary() -> None:
     ("function", "message"),
     [
         (model_for_other_groups, r"tensor_model_parallel_size is 1 in the config, but the groups were made for 2"),
+        (model_for_some_groups, r"the groups lack dp, mp, tp_cp, .*: build_groups or init_distributed makes all"),
         (odd_vocabulary, r"vocab_size \(255\) is not divisible by tensor_model_parallel_size \(2\): pad it to 256"),
     ],
 )

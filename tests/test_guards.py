@@ -17,12 +17,12 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 
 # A stage may import those before it, never those after it; minloop/__init__.py comes after all.
 STAGES = """
-messages cpu determinism spelling context_parallel_checks expert_checks fsdp_checks graph_checks memory_checks
-precision_checks tensor_parallel_checks checks config launch distributed groups everyone tp_overlap layers architecture
-model hybrid_pattern hybrid cuda_graph advice fully_sharded data_parallel optimizer lr_schedule moe state signals
-stragglers data losses microbatches placement packed schedule injection step evaluation flops parameter_count
-activation_memory memory metrics timing logs profiling garbage inference checkpoint fault_places faults embedding
-sameness
+messages disk cpu determinism spelling combined_checks context_parallel_checks expert_checks fsdp_checks graph_checks
+memory_checks precision_checks tensor_parallel_checks checks config launch distributed groups everyone tp_overlap
+layers architecture meta_device model hybrid_pattern hybrid cuda_graph advice fully_sharded data_parallel optimizer
+lr_schedule moe state signals stragglers data losses microbatches placement packed schedule injection step evaluation
+flops parameter_count activation_memory fsdp_memory memory metrics timing logs profiling garbage inference checkpoint
+fault_places faults embedding sameness
 """.split()
 
 MAX_FILE_LINES = 250
@@ -55,9 +55,9 @@ gpt_provider hf_config_fields hybrid_provider init_distributed init_tp_overlap i
 latest_checkpoint load_checkpoint load_full_parameters load_hf_weights load_weights log_line lora manual_gc mask_prompt
 merge_lora named_full_parameters num_microbatches offload onload pack_samples packed_forward_step padded_vocab_size
 peak_tflops place_batch prefetch_to_device profiled_steps progress_bar ramped_batch_size read_run_config record_layout
-record_line replace_layout save_checkpoint save_hf_weights seed_ranks shutdown_distributed start_save step_record
-stop_signals tensorboard_sink token_logprobs token_loss tokenize_to_indexed train_step verify_checkpoint wandb_sink
-wrap_ddp wrap_fsdp write_indexed write_run_config
+record_line replace_layout save_checkpoint save_hf_weights seed_ranks shared_directory shutdown_distributed start_save
+step_record stop_signals tensorboard_sink token_logprobs token_loss tokenize_to_indexed train_step verify_checkpoint
+wandb_sink wrap_ddp wrap_fsdp write_indexed write_run_config
 """.split()
 
 

@@ -159,6 +159,27 @@ def test_master_weights_follow_and_dtypes_are_written(theirs: Path, tmp_path: Pa
         assert transformers.AutoConfig.from_pretrained(tmp_path / name).dtype == dtype
 
 
+def through_some_ranks(source: Path, target: Path) -> None:
+    """Ranks 1 and 2 of a host's three load and save; rank 0 does nothing at all."""
+    if torch.distributed.get_rank() > 0:
+        fields, gpt_options = minloop.hf_config_fields(source, make_vocab_size_divisible_by=4)
+        config = minloop.build_config(**fields | TP2)
+        groups = minloop.build_groups(config, [1, 2])
+        minloop.seed_ranks(1, groups, config)
+        chunks = minloop.build_gpt_model(config, groups, **gpt_options)
+        minloop.load_hf_weights(chunks, source)
+        minloop.save_hf_weights(target, chunks, source)
+        minloop.shutdown_distributed()
+    torch.distributed.barrier()
+
+
+def test_some_ranks_load_and_save_alone(theirs: Path, tmp_path: Path) -> None:
+    run_ranks(3, through_some_ranks, theirs / "Llama", tmp_path / "saved", init="gloo")
+    saved, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", theirs / "Llama"))
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[key], original[key]) for key in saved)
+
+
 def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key != name}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from small import SEQUENCE_LENGTH, VOCAB_SIZE, small_config
+from small import SEQUENCE_LENGTH, VOCAB_SIZE, small_config, small_state, text_loader, train
 
 import minloop
 from minloop.parameter_count import count_parameters
@@ -128,6 +128,51 @@ def test_peaks_are_those_measured_on_an_h200(
 ) -> None:
     """By ``torch.cuda.max_memory_allocated()`` in benchmarks/results/peers_C.json and peers_D.json."""
     assert estimate(llama(layers, **fields), gpus, **optimizer).total / GIB == pytest.approx(measured, rel=0.01)
+
+
+FSDP: list[dict[str, Any]] = [
+    {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "no_shard"},
+    {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim"},
+    {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+    {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+    {"reshard_after_forward": True},
+]
+
+
+def _kept() -> list[tuple[int, int]]:
+    """Bytes of weights, gradients and optimizer that a state of each kind keeps, as estimated and as they are."""
+    found: list[tuple[int, int]] = []
+    for ddp in FSDP:
+        state = small_state(ddp=ddp, hidden_size=128, num_attention_heads=4, ffn_hidden_size=256, bf16=True)
+        train(state, text_loader(state), 1)
+        chunk: Any = state.chunks[0]
+        buffer = getattr(chunk, "param_and_grad_buffer", None)
+        names = ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer")
+        made = [getattr(group, name) for group in buffer.parameter_groups for name in names] if buffer else []
+        held = [one.data for one in made if one is not None]
+        if not held or ddp.get("data_parallel_sharding_strategy") == "no_shard":
+            held += [getattr(p, "_local_tensor", p).detach() for p in chunk.parameters()]
+        if not buffer:
+            held += [p.main_param.to_local() for p in chunk.parameters()] + held  # gradients are of the weights' dtype
+        moments = [value for one in state.optimizer.optimizer.state.values() for value in one.values()]
+        held += [getattr(value, "_local_tensor", value) for value in moments if torch.is_tensor(value)]
+        options: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "sequence_length": SEQUENCE_LENGTH,
+            "micro_batch_size": 1,
+            "world_size": 2,
+        }
+        configs = (state.config, chunk.ddp_config, state.optimizer.config)
+        expected = minloop.estimate_memory(*configs, **options)
+        found.append((expected.weights + expected.gradients + expected.optimizer, sum(t.nbytes for t in held)))
+        minloop.shutdown_distributed()
+    return found
+
+
+def test_what_fully_sharded_states_keep() -> None:
+    for expected, real in run_ranks(2, _kept)[0]:
+        print(expected, real)
+        assert expected == pytest.approx(real, rel=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:Transformer Engine cross entropy")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from ranks import RankError, run_ranks
 from small import small_config, small_state, text_loader, train
 
 import minloop
@@ -80,6 +81,16 @@ def test_sizes_that_fp8_products_cannot_have_are_refused(fields: dict[str, Any],
     precision_checks.check_fp8_sizes(fp8_config(tensor_model_parallel_size=2))
 
 
+def test_delayed_scaling_looks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minloop.config.check_config", lambda _: None)  # which wants a GPU for FP8
+    fields: dict[str, Any] = {"bf16": True, "fp8": "hybrid", "transformer_impl": "transformer_engine"}
+    fields["apply_rope_fusion"] = False
+    config = small_config(**fields, fp8_recipe="delayed")
+    assert (config.fp8_amax_history_len, config.fp8_amax_compute_algo) == (1024, "max")
+    assert small_config(**fields, fp8_recipe="delayed", fp8_amax_history_len=16).fp8_amax_history_len == 16
+    assert small_config(**fields, fp8_recipe="tensorwise").fp8_amax_history_len == 1
+
+
 def test_weights_in_fp8_are_one_thing_in_all_three_configs() -> None:
     config = fp8_config(fp8_param=True, fp8_recipe="tensorwise")
     ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
@@ -140,6 +151,10 @@ def _trained(directory: str, fields: dict[str, Any]) -> tuple[list[float], list[
 def test_fp8_trains_like_bf16_and_its_cached_weights_are_never_stale(fields: dict[str, Any], tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    if not HAVE_TE:
+        with pytest.raises(RankError, match="FP8 needs Transformer Engine"):
+            run_ranks(1, _trained, str(tmp_path), fields)
+        return
     ((losses, evaluations),) = run_ranks(1, _trained, str(tmp_path), fields)
     ((usual, _),) = run_ranks(1, _trained, str(tmp_path / "bf16"), {})
     assert losses[-1] == pytest.approx(usual[-1], rel=0.05)

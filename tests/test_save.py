@@ -27,8 +27,9 @@ from ranks import RankError, run_ranks
 from small import small_state, text_loader, train
 
 import minloop
+from minloop import disk
 from minloop.checkpoint import directory as tree
-from minloop.checkpoint import disk, writing
+from minloop.checkpoint import writing
 from minloop.checkpoint.commit import Retention
 from minloop.checkpoint.integrity import verify_checkpoint
 

@@ -9,6 +9,7 @@ from minloop.checkpoint.partial import load_weights
 from minloop.checkpoint.reading import CheckpointError
 from minloop.checkpoint.run_config import read_run_config, write_run_config
 from minloop.checkpoint.save import save_checkpoint, start_save
+from minloop.checkpoint.shared import shared_directory
 
 __all__ = [
     "CheckpointDescription",
@@ -21,6 +22,7 @@ __all__ = [
     "load_weights",
     "read_run_config",
     "save_checkpoint",
+    "shared_directory",
     "start_save",
     "verify_checkpoint",
     "write_run_config",

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minloop.checkpoint.directory import REPLACED, TRACKER, UNFINISHED, complete_checkpoints, missing_parts
-from minloop.checkpoint.disk import DELETED, delete, hold, is_in_use, remove, sync, write_durably
 from minloop.checkpoint.megatron_bridge import LATEST_TRAIN_STATE, TRAIN_STATE
+from minloop.disk import DELETED, delete, hold, is_in_use, remove, sync, write_durably
 from minloop.messages import logger
 
 

@@ -1,6 +1,5 @@
 """What a checkpoint holds, and its weights as one file: on any machine, without a group, a GPU or the model."""
 
-import io
 import math
 import sys
 from collections import defaultdict
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from minloop.checkpoint import directory
 from minloop.checkpoint.hf.files import WEIGHTS, write_weights
 from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
-from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain, read_checkpoint, read_slice
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_checkpoint, read_part
 
 OPTIMIZER = "optimizer."
 
@@ -42,6 +41,7 @@ class CheckpointDescription:
 
     Attributes:
         directory: the checkpoint's own directory.
+        format: of its files: "torch_dist" (DDP, ZeRO-1), "fsdp_dtensor" (Megatron FSDP) or "torch_dcp" (torch FSDP2).
         iteration: optimizer steps taken; None if it does not say.
         layout: sizes of the groups that saved it ("tp", "cp", "ep", "expt_tp", "pp", "dp"); empty if not by minloop.
         architecture: the fields that decide shape and meaning of the weights; empty if not by minloop.
@@ -53,6 +53,7 @@ class CheckpointDescription:
     """
 
     directory: Path
+    format: str
     iteration: int | None
     layout: dict[str, int]
     architecture: dict[str, Any]
@@ -78,6 +79,7 @@ class CheckpointDescription:
         return "\n".join(
             [
                 f"{self.directory}",
+                f"format         {self.format}",
                 f"iteration      {self.iteration}",
                 f"counters       {listed(self.counters)}",
                 f"layout         {listed(self.layout)}",
@@ -107,6 +109,7 @@ def describe_checkpoint(checkpoint: str | Path) -> CheckpointDescription:
     saved: dict[str, Any] = opened.common.get("minloop", {})
     return CheckpointDescription(
         directory=opened.path,
+        format=opened.format,
         iteration=opened.common.get("iteration"),
         layout=saved.get("layout", {}),
         architecture=saved.get("architecture", {}),
@@ -156,10 +159,10 @@ def export_weights(
         raise FileExistsError(f"{file} is there already: delete it, or write into another directory")
     _check(opened.path, verify)
     file.parent.mkdir(parents=True, exist_ok=True)
-    places: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-    for index, place in opened.metadata.storage_data.items():
-        places[index.fqn].append((tuple(index.offset or ()), place))
-    tensors = (_full(opened, weights[name], places[name], wanted) for name in weights)
+    parts: dict[str, list[MetadataIndex]] = defaultdict(list)
+    for index in opened.metadata.storage_data:
+        parts[index.fqn].append(index)
+    tensors = (_full(opened, weights[name], parts[name], wanted) for name in weights)
     shapes = {name: tuple(tensor.size) for name, tensor in weights.items()}
     write_weights(file.parent, shapes, tensors, wanted, max_shard_size=sys.maxsize)
     return file
@@ -174,12 +177,13 @@ def _check(checkpoint: Path, verify: bool | None) -> None:
 
 
 def _full(
-    opened: SavedCheckpoint, tensor: TensorStorageMetadata, places: list[tuple[Any, Any]], dtype: torch.dtype
+    opened: SavedCheckpoint, tensor: TensorStorageMetadata, parts: list[MetadataIndex], dtype: torch.dtype
 ) -> torch.Tensor:
     full = torch.empty(tensor.size, dtype=dtype)
-    for offset, place in places:
-        part = load_plain(io.BytesIO(read_slice(opened.path, place)), opened.path / place.relative_path)
-        full[tuple(slice(first, first + length) for first, length in zip(offset, part.shape, strict=True))] = part
+    for index in parts:
+        part = read_part(opened, index)
+        place = zip(index.offset or (), part.shape, strict=True)
+        full[tuple(slice(first, first + length) for first, length in place)] = part
     return full
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from minloop.checkpoint.agreement import agreed, from_first_rank
-from minloop.checkpoint.disk import mark_in_use
 from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_checkpoint
+from minloop.checkpoint.shared import require_same_checkpoint, require_seen_by_first
+from minloop.disk import mark_in_use
 from minloop.messages import say_once
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -116,6 +117,13 @@ def candidates(path: str | Path) -> list[Path]:
     return found
 
 
+def _holds_one(path: str | Path) -> bool:
+    try:
+        return bool(candidates(path))
+    except FileNotFoundError:
+        return False
+
+
 def resolve(path: str | Path) -> Path:
     """Return the checkpoint that `path` means: itself, or the newest undamaged one under it.
 
@@ -136,12 +144,19 @@ def open_checkpoint(checkpoint: str | Path, verify: bool | None) -> SavedCheckpo
     Raises:
         FileNotFoundError: nothing complete there.
         CheckpointError: damaged; the message names each file.
+        RuntimeError: not the same on all ranks; the message names those that do not see what rank 0 does.
     """
-    found = from_first_rank(lambda: candidates(checkpoint))
+    try:
+        found = from_first_rank(lambda: candidates(checkpoint))
+    except FileNotFoundError:
+        require_seen_by_first(Path(checkpoint), found=_holds_one(checkpoint))
+        raise
     faults: list[str] = []
     for number, path in enumerate(found):
         mark_in_use(path)
         faults = from_first_rank(functools.partial(structural_faults, path))
+        if not faults:
+            require_same_checkpoint(path)
         if not faults and verify is not False:
             faults = _shared_content_faults(path, without_digest=verify is True)
         if not faults:

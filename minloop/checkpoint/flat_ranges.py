@@ -53,7 +53,7 @@ def _sharded_state(optimizer: DistributedOptimizer, model: dict[str, Any], is_lo
         content[number] = {FLAT: LocalNonpersistentObject(tensors)}
         for name, flat in tensors.items():
             named = replace(leaf, key=f"optimizer.state.{name}.{leaf.key}", replica_id=replica)
-            content[number][name] = dict(enumerate(_sharded_range(named, flat, start)))
+            content[number][name] = dict(enumerate(sharded_range(named, flat, start)))
     return content
 
 
@@ -129,9 +129,9 @@ def _tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> 
     return tensors
 
 
-def _sharded_range(leaf: Any, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
+def sharded_range(leaf: Any, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
     """mcore's description of the elements of a parameter from `start` on, which are `flat`."""
-    for block in _blocks(leaf):
+    for block in blocks(leaf):
         strides, first, stacked = block.data.stride(), block.data.storage_offset(), block.prepend_axis_num
         for place, size in rectangles(block.data.shape, strides, first, start, start + flat.numel()):
             begin = first - start + sum(index * stride for index, stride in zip(place, strides, strict=True))
@@ -150,7 +150,7 @@ def _sharded_range(leaf: Any, flat: torch.Tensor, start: int) -> Iterator[Sharde
             )
 
 
-def _blocks(leaf: Any) -> Iterator[Any]:
+def blocks(leaf: Any) -> Iterator[Any]:
     """The blocks of full tensors that a parameter is, as views of one tensor of its shape without data.
 
     Raises:
@@ -163,7 +163,7 @@ def _blocks(leaf: Any) -> Iterator[Any]:
     for block in nested_values(replace(leaf, data=whole).build()):
         if block.data is not whole and block.data._base is not whole:
             raise ValueError(
-                f"{leaf.key}: its form in checkpoints is no view of the parameter, so that ZeRO-1's part of it has no "
-                "place there; use use_distributed_optimizer=False"
+                f"{leaf.key}: its form in checkpoints is no view of the parameter, so that a shard of it has no place "
+                "there; use wrap_ddp with use_distributed_optimizer=False"
             )
         yield block

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from minloop.checkpoint.disk import sync, write_durably
 from minloop.checkpoint.reading import (
     EARLIER,
     READERS,
@@ -31,6 +30,7 @@ from minloop.checkpoint.reading import (
     read_metadata,
     read_slice,
 )
+from minloop.disk import sync, write_durably
 
 MANIFEST = "integrity.json"
 ALGORITHM = "sha256"

@@ -7,18 +7,19 @@ from typing import Any, cast
 
 import torch
 
-from minloop.checkpoint import content, megatron_lm
+from minloop.checkpoint import content, fully_sharded_state, megatron_lm
 from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.directory import open_checkpoint
 from minloop.checkpoint.extra_state import EXTRA_STATE, letting_checked_states_in
+from minloop.checkpoint.fully_sharded_state import is_fully_sharded
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, adapt_template, adapt_weights, load_optimizer
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
+from minloop.checkpoint.records import wrong_progress
 from minloop.checkpoint.run_config import differing_fields
 from minloop.checkpoint.save import Loaders, Positioned, named_loaders
 from minloop.checkpoint.tensors import read_tensors
 from minloop.data_parallel import gathered_parameters, take_over_weights
-from minloop.fully_sharded import refuse_fully_sharded
-from minloop.groups import require_the_world
+from minloop.groups import as_the_world
 from minloop.messages import say_once
 from minloop.state import TrainState
 
@@ -33,10 +34,10 @@ def load_checkpoint(
 ) -> Path:
     """Restore weights, optimizer, schedule, counters, random streams and data position, whatever the layout of `state`.
 
-    Every rank calls it. The layout, the kind of data parallelism (DDP or ZeRO-1) and the number of ranks may differ
-    from those saved. Learning rate, schedule and other settings are those of `state`; the schedule goes on from the
-    saved position, so that a run is extended by building a longer one. Random streams belong to a layout: in another
-    one they are left as they are, which is said once if there is dropout to draw from them.
+    Every rank calls it. The layout, the kind of data parallelism (DDP, ZeRO-1, Megatron FSDP, torch FSDP2) and the
+    number of ranks may differ from those saved. Learning rate, schedule and other settings are those of `state`; the
+    schedule goes on from the saved position, so that a run is extended by building a longer one. Random streams belong
+    to a layout: in another one they are left as they are, which is said once if there is dropout to draw from them.
 
     What is wrong with a checkpoint is raised on every rank, and before `state` is touched, but for contents that were
     not verified. Nothing that the files hold is executed: folders of strangers can be loaded.
@@ -57,26 +58,27 @@ def load_checkpoint(
         ValueError: the checkpoint is of another architecture, lacks tensors of this state, or holds no position of a
             loader, or one in other data; the message names the fields.
     """
-    require_the_world(state.groups, "a checkpoint")
-    if not weights_only:
-        refuse_fully_sharded(state.chunks, "load_checkpoint: load with weights_only=True, or")
-    opened, loaders = open_checkpoint(checkpoint, verify), named_loaders(loader)
-    saved: dict[str, Any] = {}
-    with agreed():
-        saved = opened.common.get("minloop") or megatron_lm.record(opened, state)
-        _check_architecture(opened.path, saved, state)
-        if not weights_only:
-            _check_counters(opened, saved)
-            _check_loaders(saved, loaders)
-    with _positioned(saved, {} if weights_only else loaders):
-        _load(opened, saved, state, weights_only)
-    return opened.path
+    with as_the_world(state.groups):
+        opened, loaders = open_checkpoint(checkpoint, verify), named_loaders(loader)
+        saved: dict[str, Any] = {}
+        with agreed():
+            saved = opened.common.get("minloop") or megatron_lm.record(opened, state)
+            _check_architecture(opened.path, saved, state)
+            if not weights_only:
+                _check_counters(opened, saved)
+                _check_loaders(saved, loaders)
+        with _positioned(opened.path, saved, {} if weights_only else loaders):
+            _load(opened, saved, state, weights_only)
+        return opened.path
 
 
 def _load(opened: SavedCheckpoint, saved: dict[str, Any], state: TrainState, weights_only: bool) -> None:
     """Load all but the positions of loaders."""
     kind = content.optimizer_kind(state)
     saved_kind: str = saved.get("optimizer_kind", kind)
+    if is_fully_sharded(state):
+        _load_fully_sharded(opened, saved, state, None if weights_only else saved_kind)
+        return
     with gathered_parameters(state.chunks), torch.no_grad():
         template = _template(opened, saved, state, None if weights_only else (kind, saved_kind))
         loaded = _read(opened, template, state)
@@ -86,6 +88,19 @@ def _load(opened: SavedCheckpoint, saved: dict[str, Any], state: TrainState, wei
         else:
             load_optimizer(state, loaded["optimizer"], opened.common.get("optimizer"), kind, saved_kind)
     if not weights_only:
+        with agreed():
+            _restore_the_rest(state, loaded, saved)
+
+
+def _load_fully_sharded(
+    opened: SavedCheckpoint, saved: dict[str, Any], state: TrainState, saved_kind: str | None
+) -> None:
+    metadata, known = content.save_metadata(state), opened.metadata.state_dict_metadata
+    template = fully_sharded_state.template(state, metadata, saved_kind, known)
+    loaded = _read(opened, template | (_random_streams(saved, state) if saved_kind else {}), state)
+    fully_sharded_state.take_over(state, loaded)
+    if saved_kind is not None:
+        fully_sharded_state.set_step(state, opened.common.get("optimizer"))
         with agreed():
             _restore_the_rest(state, loaded, saved)
 
@@ -129,9 +144,14 @@ def _template(
         adapt_template(template["optimizer"], state, *optimizer_kinds)
         for key in content.model_keys(state):
             adapt_weights(template[key], *optimizer_kinds)
-        if saved.get("layout") == content.layout(state):
-            template["rng_state"] = (megatron_lm if "of_megatron_lm" in saved else content).rng_state(state)
+        template |= _random_streams(saved, state)
     return template
+
+
+def _random_streams(saved: dict[str, Any], state: TrainState) -> dict[str, Any]:
+    if saved.get("layout") != content.layout(state):
+        return {}
+    return {"rng_state": (megatron_lm if "of_megatron_lm" in saved else content).rng_state(state)}
 
 
 def _read(opened: SavedCheckpoint, template: dict[str, Any], state: TrainState) -> dict[str, Any]:
@@ -164,6 +184,8 @@ def _check_counters(opened: SavedCheckpoint, saved: dict[str, Any]) -> None:
     for name, value in counters.items():
         if type(value) is not int or value < 0:
             raise CheckpointError(f"{opened.path} holds {name}={value!r}, no count; load it with weights_only=True")
+    if wrong := [*wrong_progress(opened.common)]:
+        raise CheckpointError(f"{opened.path} is damaged: {'; '.join(wrong[:5])}; load it with weights_only=True")
 
 
 def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) -> None:
@@ -184,7 +206,7 @@ def _check_loaders(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> 
 
 
 @contextmanager
-def _positioned(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> Generator[None]:
+def _positioned(source: Path, saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> Generator[None]:
     """Put loaders where the checkpoint was; if what follows fails, back to where they were."""
     before: dict[str, Any] = {}
     try:
@@ -193,7 +215,12 @@ def _positioned(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> Gen
             for name, loader in loaders.items():
                 # Megatron-LM and Megatron-Bridge store a number of samples and not in which data
                 position = saved["loaders"][name]
-                loader.load_state_dict(before[name] | position if "of_megatron_lm" in saved else position)
+                position = before[name] | position if "of_megatron_lm" in saved else position
+                try:
+                    loader.load_state_dict(position)
+                except (AttributeError, KeyError, TypeError) as error:
+                    found = f"minloop.loaders.{name} is {position!r:.200}"
+                    raise CheckpointError(f"{source} is damaged: {found} ({type(error).__name__}: {error})") from error
         yield
     except Exception:
         for name, position in before.items():
@@ -208,7 +235,7 @@ def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str
     if state.scheduler is not None:
         state.scheduler.num_steps = 0  # from where it is mcore would go on, also in a run that goes back
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
-        state.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        state.scheduler.load_state_dict(state.scheduler.state_dict() | loaded["opt_param_scheduler"])
     elif state.scheduler is not None:  # saved without a schedule: go to where this one would be by now
         state.scheduler.step(increment=state.consumed_samples)
     streams = loaded.get("rng_state")

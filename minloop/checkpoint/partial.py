@@ -22,7 +22,7 @@ from minloop.checkpoint.load import architecture_differences, content_metadata, 
 from minloop.checkpoint.reading import SavedCheckpoint
 from minloop.checkpoint.tensors import matches, read_tensors
 from minloop.data_parallel import gathered_parameters, take_over_weights
-from minloop.groups import require_the_world
+from minloop.groups import as_the_world
 from minloop.messages import say_once
 from minloop.state import TrainState
 
@@ -60,19 +60,19 @@ def load_weights(
         FileNotFoundError, CheckpointError: as in `load_checkpoint`.
         ValueError: weights lack or differ in shape beyond what the map allows, or a pattern of it fits no weight.
     """
-    require_the_world(state.groups, "a checkpoint")
-    opened = open_checkpoint(checkpoint, verify)
-    differences = architecture_differences(opened.common.get("minloop", {}), state)
-    chosen = _Map(opened, rename or {}, skip, allow_missing, resize, differences)
-    with gathered_parameters(state.chunks), torch.no_grad():
-        template = content.model_state(state, content_metadata(opened, state))
-        with agreed():
-            for key in content.model_keys(state):
-                dict_list_map_inplace(chosen.apply, template[key])
-        chosen.check_and_say()
-        put_into_models(state, read_tensors(opened, template, chosen.resized))
-        take_over_weights(state.chunks, state.optimizer)
-    return opened.path
+    with as_the_world(state.groups):
+        opened = open_checkpoint(checkpoint, verify)
+        differences = architecture_differences(opened.common.get("minloop", {}), state)
+        chosen = _Map(opened, rename or {}, skip, allow_missing, resize, differences)
+        with gathered_parameters(state.chunks), torch.no_grad():
+            template = content.model_state(state, content_metadata(opened, state))
+            with agreed():
+                for key in content.model_keys(state):
+                    dict_list_map_inplace(chosen.apply, template[key])
+            chosen.check_and_say()
+            put_into_models(state, read_tensors(opened, template, chosen.resized))
+            take_over_weights(state.chunks, state.optimizer)
+        return opened.path
 
 
 @dataclass

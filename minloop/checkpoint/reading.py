@@ -5,38 +5,33 @@ of older mcore. PyTorch unpickles the first and mcore the objects without restri
 could run code here. Below, only plain data and the classes that a checkpoint needs are built.
 """
 
-import copy
-import functools
 import io
 import json
 import pickle
 import re
-from collections import defaultdict
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 import torch
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
     _StorageInfo,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,  # pyright: ignore[reportPrivateUsage]
     Metadata,
+    MetadataIndex,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
 from torch.serialization import _get_layout  # pyright: ignore[reportPrivateUsage]
 
-FORMAT = CheckpointingConfig("torch_dist", 1)
+from minloop.checkpoint.full_names import FORMATS, TORCH_DIST, as_stored, as_torch_dist
+from minloop.checkpoint.records import wrong_records
+
+VERSION = 1
 EARLIER = "load an earlier checkpoint"
 READERS = 8
 """Threads that read files; each holds one part of a tensor in memory."""
@@ -69,11 +64,15 @@ class SavedCheckpoint:
         path: its directory.
         metadata: PyTorch's record of every tensor and object: shape, dtype, and where its parts lie.
         common: everything that is no tensor and the same on every rank.
+        format: of the files, see `full_names`; `metadata` has the names of "torch_dist" in any case.
+        stacked: how many dimensions more than in the files a tensor has, by name.
     """
 
     path: Path
     metadata: Metadata
     common: dict[str, Any]
+    format: str = TORCH_DIST
+    stacked: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def read_checkpoint(path: Path) -> SavedCheckpoint:
@@ -82,22 +81,38 @@ def read_checkpoint(path: Path) -> SavedCheckpoint:
     Raises:
         CheckpointError: a file is missing, damaged or of another format, or holds more than plain data.
     """
-    check_format(path)
+    format = check_format(path)
     metadata = read_metadata(path)
-    return SavedCheckpoint(path, metadata, read_common(path, metadata))
+    common = read_common(path, metadata)
+    if format == TORCH_DIST:
+        return SavedCheckpoint(path, metadata, common)
+    if "names" not in common.get("minloop", {}):
+        raise CheckpointError(
+            f"{path} is of the format {format!r} and holds no table of its names: of this format, only what "
+            "save_checkpoint wrote can be read"
+        )
+    try:
+        names = as_stored(common["minloop"]["names"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"minloop.names is no table of names ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{path} is damaged: {reason}; {EARLIER}") from error
+    with named_errors(path / ".metadata"):
+        metadata, stacked = as_torch_dist(metadata, names)
+    return SavedCheckpoint(path, metadata, common, format, stacked)
 
 
-def check_format(path: Path) -> None:
-    """Raise CheckpointError unless metadata.json says that this is a checkpoint of the format `torch_dist`."""
+def check_format(path: Path) -> str:
+    """Return what metadata.json says of the format, one of `FORMATS`; raise CheckpointError if it is no such."""
     file = path / "metadata.json"
-    with _named(file):
+    with named_errors(file):
         content = json.loads(file.read_text())
         backend, version = content["sharded_backend"], content.get("sharded_backend_version", 1)
-    if (backend, version) != (FORMAT.sharded_backend, FORMAT.sharded_backend_version):
+    if backend not in FORMATS or version != VERSION:
         raise CheckpointError(
-            f"{file} says sharded_backend={backend!r}, version {version}; only {FORMAT.sharded_backend!r}, version "
-            f"{FORMAT.sharded_backend_version}, can be read: save it so with the mcore that wrote it"
+            f"{file} says sharded_backend={backend!r}, version {version}; only {', '.join(FORMATS)}, version "
+            f"{VERSION}, can be read: save it so with the mcore that wrote it"
         )
+    return backend
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -107,7 +122,7 @@ def read_metadata(path: Path) -> Metadata:
         CheckpointError: missing, damaged, or naming any other class or file outside the directory.
     """
     file = path / ".metadata"
-    with _named(file), file.open("rb") as stream:
+    with named_errors(file), file.open("rb") as stream:
         metadata = _MetadataUnpickler(stream).load()
         tensors, places = metadata.state_dict_metadata, metadata.storage_data
         if not all(isinstance(x, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata) for x in tensors.values()):
@@ -122,23 +137,25 @@ def read_common(path: Path, metadata: Metadata) -> dict[str, Any]:
     """Read what is no tensor and the same on every rank, tensors in it onto the CPU.
 
     Raises:
-        CheckpointError: missing, damaged, or not plain data.
+        CheckpointError: missing, damaged, not plain data, or without the form that its records have.
     """
-    legacy = path / "common.pt"
-    if legacy.is_file():  # by mcore before 0.17; mcore prefers it too
-        with legacy.open("rb") as stream:
-            common = load_plain(stream, legacy)
+    file = path / "common.pt"
+    if file.is_file():  # by mcore before 0.17; mcore prefers it too
+        with file.open("rb") as stream:
+            common = load_plain(stream, file)
     else:
         place = next((place for index, place in metadata.storage_data.items() if index.fqn == COMMON), None)
         if place is None:
             raise CheckpointError(f"{path} holds no {COMMON!r} and no common.pt: it is no checkpoint of mcore's")
-        with _named(path / place.relative_path):
-            data = read_slice(path, place)
-        (common,) = load_plain(io.BytesIO(data), path / place.relative_path)
+        file = path / place.relative_path
+        with named_errors(file):
+            (common,) = load_plain(io.BytesIO(read_slice(path, place)), file)
     if not isinstance(common, dict):
         raise CheckpointError(
-            f"{path}: what it holds beside tensors is a {type(common).__name__}, not a dict; {EARLIER}"
+            f"{file}: what it holds beside tensors is a {type(common).__name__}, not a dict; {EARLIER}"
         )
+    if wrong := [*wrong_records(cast("dict[str, Any]", common))]:
+        raise CheckpointError(f"{file} is damaged: {'; '.join(wrong[:5])}; {EARLIER}")
     return cast("dict[str, Any]", common)
 
 
@@ -149,35 +166,25 @@ def read_slice(path: Path, place: Any) -> bytes:
         return stream.read(place.length)
 
 
+def read_part(saved: SavedCheckpoint, index: MetadataIndex) -> torch.Tensor:
+    """Read a stored part of a tensor, onto the CPU, with the dimensions that `saved.metadata` has.
+
+    Raises:
+        CheckpointError: as `load_plain`.
+    """
+    place = saved.metadata.storage_data[index]
+    part: torch.Tensor = load_plain(io.BytesIO(read_slice(saved.path, place)), saved.path / place.relative_path)
+    return part[(None,) * saved.stacked.get(index.fqn, 0)]
+
+
 def load_plain(stream: IO[bytes], file: Path) -> Any:
     """`torch.load` of plain data, tensors onto the CPU; what mcore and the user declared safe for PyTorch is let in.
 
     Raises:
         CheckpointError: damaged, or a pickle that names anything else; `file` is named in it.
     """
-    with _named(file):
+    with named_errors(file):
         return torch.load(stream, map_location="cpu", weights_only=True)
-
-
-@contextmanager
-def read_safely(saved: SavedCheckpoint) -> Generator[None]:
-    """While inside, mcore reads this checkpoint with the restrictions above, and takes from `saved` what it holds.
-
-    mcore 0.19 takes no reader as an argument: the two functions with which it opens a checkpoint are replaced.
-    """
-
-    def common(checkpoint_dir: Any) -> dict[str, Any]:
-        return copy.deepcopy(saved.common)
-
-    def reader(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> FileSystemReader:
-        return _Reader(saved)
-
-    own: tuple[Any, Any] = serialization.load_common_state_dict, torch_strategy._get_filesystem_reader  # pyright: ignore[reportPrivateUsage]
-    serialization.load_common_state_dict, torch_strategy._get_filesystem_reader = common, reader  # pyright: ignore[reportPrivateUsage]
-    try:
-        yield
-    finally:
-        serialization.load_common_state_dict, torch_strategy._get_filesystem_reader = own  # pyright: ignore[reportPrivateUsage]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -189,39 +196,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         return METADATA_CLASSES[module_name, global_name]
 
 
-class _Reader(FileSystemReader):
-    """PyTorch's reader, with metadata read before, objects as plain data, and the file named in every error."""
-
-    def __init__(self, saved: SavedCheckpoint) -> None:
-        super().__init__(saved.path)
-        self._saved = saved
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._saved.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        vars(planner)["load_bytes"] = functools.partial(self._load_bytes, planner)
-        per_file: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            per_file[self.storage_data[item.storage_index].relative_path].append(item)
-        with ThreadPoolExecutor(READERS) as pool:
-            plans = {name: replace(plan, items=items) for name, items in per_file.items()}
-            files = [pool.submit(self._read_file, name, part, planner) for name, part in plans.items()]
-        for file in files:
-            file.result()
-        return super().read_data(replace(plan, items=[]), planner)
-
-    def _read_file(self, name: str, plan: LoadPlan, planner: LoadPlanner) -> None:
-        with _named(self._saved.path / name), torch.no_grad():
-            super().read_data(plan, planner)
-
-    def _load_bytes(self, planner: Any, item: ReadItem, value: io.BytesIO) -> None:
-        name = self.storage_data[item.storage_index].relative_path
-        planner.state_dict[item.dest_index.fqn] = load_plain(value, self._saved.path / name)
-
-
 @contextmanager
-def _named(file: Path) -> Generator[None]:
+def named_errors(file: Path) -> Generator[None]:
     """Turn whatever goes wrong with a file into a CheckpointError that names it."""
     try:
         yield

@@ -11,17 +11,19 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from minloop.checkpoint import background, content, directory, megatron_lm
-from minloop.checkpoint.agreement import agreed, on_first_rank, together
+from minloop.checkpoint import background, content, directory, fully_sharded_state, megatron_lm
+from minloop.checkpoint.agreement import agreed, from_first_rank, is_first, on_first_rank, together
 from minloop.checkpoint.background import PendingSave
 from minloop.checkpoint.commit import Retention, begin, commit
+from minloop.checkpoint.full_names import TORCH_DIST
+from minloop.checkpoint.fully_sharded_state import is_fully_sharded
 from minloop.checkpoint.integrity import write_manifest
 from minloop.checkpoint.megatron_bridge import files_beside
 from minloop.checkpoint.plain import check_same, made_plain
+from minloop.checkpoint.shared import put_token, require_token
 from minloop.checkpoint.writing import Plan, Written
 from minloop.data_parallel import gathered_parameters
-from minloop.fully_sharded import refuse_fully_sharded
-from minloop.groups import require_the_world
+from minloop.groups import as_the_world
 from minloop.state import TrainState
 
 
@@ -61,6 +63,7 @@ def save_checkpoint(
     Weights, optimizer state, schedule, counters, every rank's random streams, and the position of the loader or loaders
     go into ``iter_0000005`` after iteration 5. Every rank calls it. All files are on the disk before the directory gets
     its name, and the tracker is written last: killed at any instant, a save leaves earlier checkpoints as they were.
+    The format is "torch_dist"; of Megatron FSDP "fsdp_dtensor", of torch FSDP2 "torch_dcp". Each loads into each kind.
 
     From its first save until `shutdown_distributed`, or its end however it comes, a run keeps `checkpoints` for itself.
     Beside the state, a rank holds in host memory a copy of the part that it writes if that lies on a GPU; the memory
@@ -77,13 +80,14 @@ def save_checkpoint(
     Returns:
         The new checkpoint's directory.
     Raises:
-        RuntimeError: on every rank: the directory cannot be written, is full, was removed, or another run writes there;
-            or the save that `start_save` began before this one failed.
+        RuntimeError: on every rank: the directory cannot be written, is full, was removed, is not the same on all
+            machines, or another run writes there; or the save that `start_save` began before this one failed.
         ValueError: mcore cannot save this optimizer; a loader's position is no plain data or differs between ranks;
             `keep_newest` or `keep_every` make no sense.
     """
-    save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=False)
-    save.finish(None)
+    with as_the_world(state.groups):
+        save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=False)
+        save.finish(None)
     return save.final
 
 
@@ -109,8 +113,9 @@ def start_save(
     Raises:
         RuntimeError, ValueError: on every rank, as `save_checkpoint`; what fails later is raised by ``wait()``.
     """
-    save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=True)
-    return PendingSave(save.final, partial(save.finish, background.group_of_threads()))
+    with as_the_world(state.groups):
+        save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=True)
+    return PendingSave(save.final, partial(save.finish, background.group_of_threads(state.groups)))
 
 
 @dataclass
@@ -133,7 +138,7 @@ class _Save:
             written = together(lambda: [file.result() for file in self.files], group)
             on_first_rank(lambda: self._commit([file for files in written for file in files]), group)
         except Exception:
-            if dist.get_rank() == 0:
+            if is_first(group):
                 shutil.rmtree(self.unfinished, ignore_errors=True)
             raise
 
@@ -156,24 +161,33 @@ def _prepare(
     in_background: bool,
 ) -> _Save:
     """Copy this rank's part and start to write it."""
-    require_the_world(state.groups, "a checkpoint")
-    refuse_fully_sharded(state.chunks, "save_checkpoint: save weights alone with save_hf_weights, or")
     background.wait_for_pending()
     iteration = operator.index(state.iteration)
     final = directory.iteration_directory(Path(checkpoints).absolute(), iteration)  # the process may go elsewhere
     unfinished = final.with_name(final.name + directory.UNFINISHED)
     metadata = content.save_metadata(state)
-    with gathered_parameters(state.chunks):
+    with gathered_parameters(state.chunks, whole=False):
         own = _agreed_record(state, named_loaders(loader))
         sharded = made_plain(_sharded_state(state, own, metadata))
         beside: dict[str, bytes] = {}
         on_first_rank(lambda: beside.update(files_beside(state)))
-        on_first_rank(lambda: begin(final))
-        together(lambda: unfinished.mkdir(exist_ok=True))  # fails on a machine that does not share the directory
-        plan = Plan(sharded, unfinished, metadata, state.groups.dp_cp)
+        _begin_for_all(final)
+        format = sharded["minloop"].get("names", {}).get("format", TORCH_DIST)
+        plan = Plan(sharded, unfinished, metadata, state.groups.dp_cp, format)
         del sharded
         files = plan.start_writing(detached=in_background, checksums=checksums)
     return _Save(unfinished, final, iteration, plan, files, beside, checksums, retention)
+
+
+def _begin_for_all(final: Path) -> None:
+    unfinished = final.with_name(final.name + directory.UNFINISHED)
+    name = from_first_rank(lambda: put_token(begin(final)), kinds={})
+    try:
+        require_token(unfinished / name)
+    except RuntimeError:
+        if is_first():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def _agreed_record(state: TrainState, loaders: Mapping[str, Positioned]) -> dict[str, Any]:
@@ -187,16 +201,22 @@ def _agreed_record(state: TrainState, loaders: Mapping[str, Positioned]) -> dict
 
 def _sharded_state(state: TrainState, own: dict[str, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     """mcore's sharded state dict of everything that is saved."""
-    model = content.model_state(state, metadata)
+    if is_fully_sharded(state):
+        tensors, names = fully_sharded_state.content_to_save(state, metadata)
+        own |= {"names": names.stored()}
+    else:
+        tensors = content.model_state(state, metadata)
+        tensors |= {"optimizer": content.optimizer_state(state, tensors, metadata, is_loading=False)}
     sharded: dict[str, Any] = {
-        **model,
-        "optimizer": content.optimizer_state(state, model, metadata, is_loading=False),
+        **tensors,
         "rng_state": content.rng_state(state),
         **megatron_lm.common_content(state),
         "checkpoint_version": 3.0,
         "iteration": operator.index(state.iteration),
         "minloop": own,
     }
+    if "names" in own:
+        sharded["args"].ckpt_format = own["names"]["format"]
     if state.scheduler is not None:
         sharded["opt_param_scheduler"] = state.scheduler.state_dict()
     return sharded

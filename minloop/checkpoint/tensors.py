@@ -1,5 +1,6 @@
 """Reading a checkpoint's tensors into the places a template names, with one answer on every rank."""
 
+import math
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -16,10 +17,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.extra_state import EXTRA_STATE, check_extra_states
-from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_safely
+from minloop.checkpoint.full_names import TORCH_DIST
+from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
+from minloop.checkpoint.restricted import read_safely
 from minloop.messages import without_warnings
 
 
@@ -71,12 +75,13 @@ def read_tensors(
 
 
 def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequence[str]) -> None:
+    incomplete = _incomplete(saved)
     known, lacking, differing = saved.metadata.state_dict_metadata, list[str](), list[str]()
     for part in nested_values(extract_sharded_base(load_preprocess(template)[0])[0]):
         key = part.unique_key if isinstance(part, ShardedObject) else part.key
         if EXTRA_STATE in key:
             continue
-        if key not in known:
+        if key not in known or (key in incomplete and not _is_there(known[key], part)):
             lacking.append(key)
         elif isinstance(part, ShardedTensor) and not (part.allow_shape_mismatch or matches(key, resize)):
             there = tuple(getattr(known[key], "size", ()))
@@ -93,6 +98,29 @@ def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequenc
             f"{saved.path} holds {len(names)} tensors in another shape: {_first(names)}; "
             "load_weights(resize=…) loads what both have"
         )
+
+
+def _incomplete(saved: SavedCheckpoint) -> set[str]:
+    """Tensors that stack layers, of which some are not there: what the optimizer holds of layers, where some froze."""
+    entries: dict[str, Any] = {} if saved.format == TORCH_DIST else saved.metadata.state_dict_metadata
+    return {
+        name
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
+    }
+
+
+def _is_there(entry: Any, part: Any) -> bool:
+    """Whether the parts stored of a tensor hold all elements of one that is asked for."""
+    lengths = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+    stored = 0
+    for chunk in entry.chunks:
+        sides = zip(part.global_offset, lengths, chunk.offsets, chunk.sizes, strict=False)
+        stored += math.prod(
+            max(0, min(first + length, at + size) - max(first, at)) for first, length, at, size in sides
+        )
+    return stored == math.prod(lengths)
 
 
 def _exchange_pays(replicas: dist.ProcessGroup) -> bool:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from minloop.checkpoint.full_names import TORCH_DIST
 from minloop.checkpoint.integrity import ALGORITHM, FileRecord
 from minloop.messages import without_log_lines, without_warnings
 
@@ -57,15 +58,24 @@ class Written(NamedTuple):
 class Plan(TorchDistSaveShardedStrategy):
     """mcore's plan of a save: which rank writes which tensor into which file."""
 
-    def __init__(self, sharded: dict[str, Any], unfinished: Path, content: dict[str, Any], replicas: Any) -> None:
+    def __init__(
+        self,
+        sharded: dict[str, Any],
+        unfinished: Path,
+        content: dict[str, Any],
+        replicas: Any,
+        format: str = TORCH_DIST,
+    ) -> None:
         """Make the plan; every rank calls it.
 
         Args:
             sharded: mcore's sharded state dict.
             content: mcore's content metadata, saved along.
             replicas: the process group over which equal tensors lie: its ranks share the work of writing them.
+            format: that of the names in `sharded`, noted in metadata.json.
         """
         super().__init__(thread_count=writers())
+        self._format = format
         self.writer: Any = None
         self.metadata: Any = None
         strategy = FullyParallelSaveStrategyWrapper(self, replicas) if replicas.size() > 1 else self
@@ -104,7 +114,7 @@ class Plan(TorchDistSaveShardedStrategy):
     def finish(self, directory: Path, written: list[Written]) -> None:
         """Write mcore's own records of the whole, after all ranks' files. On the first rank."""
         self.writer.finish(self.metadata, [file.results for file in written])
-        save_config(CheckpointingConfig(self.backend, self.version), str(directory))
+        save_config(CheckpointingConfig(self._format, self.version), str(directory))
 
 
 def _copied(buckets: list[WriteBucket], detached: bool) -> Iterator[WriteBucket]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minloop.checkpoint.disk import sync
 from minloop.checkpoint.hf.config import read_json
+from minloop.disk import sync
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

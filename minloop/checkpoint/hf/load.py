@@ -10,9 +10,10 @@ from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.hf.config import read_hf_config
 from minloop.checkpoint.hf.files import WeightFiles
 from minloop.checkpoint.hf.layout import Layout, layouts
-from minloop.checkpoint.hf.target import Target, check_model, chunks_of, own_parts
+from minloop.checkpoint.hf.target import Target, check_model, chunks_of, groups_of, own_parts
 from minloop.checkpoint.parts import Part
 from minloop.data_parallel import gathered_parameters, take_over_weights
+from minloop.groups import as_the_world
 from minloop.precision_checks import refuse_fp8_weights
 from minloop.state import TrainState
 
@@ -38,7 +39,7 @@ def load_hf_weights(target: Target, directory: str | Path) -> None:
             not be read through.
     """
     chunks = chunks_of(target)
-    with gathered_parameters(chunks), torch.no_grad():
+    with as_the_world(groups_of(chunks)), gathered_parameters(chunks), torch.no_grad():
         with agreed():
             model = read_hf_config(directory)
             check_model(chunks, model)

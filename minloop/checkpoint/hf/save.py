@@ -9,13 +9,14 @@ import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
 from minloop.checkpoint.agreement import agreed, from_first_rank
-from minloop.checkpoint.disk import sync
 from minloop.checkpoint.hf.config import config_entries, read_hf_config
 from minloop.checkpoint.hf.files import DTYPES, write_json, write_weights
 from minloop.checkpoint.hf.layout import Layout, layouts
 from minloop.checkpoint.hf.target import Target, check_model, chunks_of, groups_of, own_parts
 from minloop.checkpoint.streaming import FullTensor, Stream
 from minloop.data_parallel import gathered_parameters
+from minloop.disk import sync
+from minloop.groups import as_the_world
 
 
 def save_hf_weights(
@@ -44,30 +45,31 @@ def save_hf_weights(
     """
     chunks, final = chunks_of(target), Path(directory)
     dtype = dtype or get_model_config(chunks[0]).params_dtype
-    with agreed():
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype}: use one of {', '.join(map(str, DTYPES))}")
-        entries = config_entries(hf_config)
-        model = read_hf_config(entries)
-        check_model(chunks, model)
-    expected = layouts(model)
-    unfinished = from_first_rank(lambda: _begin(final))
-    with gathered_parameters(chunks), torch.no_grad():
-        stream = Stream(own_parts(chunks), groups_of(chunks))
-        check_complete(expected, stream.known)
-        tensors = (value.cpu() for _, value in their_tensors(expected, stream, [0], dtype))
-        shapes = {name: shape for layout in expected.values() for name, shape in layout.shapes.items()}
-        failure = None
-        try:
-            if dist.get_rank() == 0:
-                write_weights(unfinished, shapes, tensors, dtype, max_shard_size)
-        except OSError as error:
-            failure = error
-        for _ in tensors:  # the other ranks' part, or what they still send to one that failed
-            pass
-    entry = "torch_dtype" if "torch_dtype" in entries else "dtype"  # its name before and since transformers 5
-    entries |= {"architectures": [model.name], entry: str(dtype).removeprefix("torch.")}
-    from_first_rank(lambda: _finish(unfinished, final, entries, failure))
+    with as_the_world(groups_of(chunks)):
+        with agreed():
+            if dtype not in DTYPES:
+                raise ValueError(f"dtype={dtype}: use one of {', '.join(map(str, DTYPES))}")
+            entries = config_entries(hf_config)
+            model = read_hf_config(entries)
+            check_model(chunks, model)
+        expected = layouts(model)
+        unfinished = from_first_rank(lambda: _begin(final))
+        with gathered_parameters(chunks), torch.no_grad():
+            stream = Stream(own_parts(chunks), groups_of(chunks))
+            check_complete(expected, stream.known)
+            tensors = (value.cpu() for _, value in their_tensors(expected, stream, [0], dtype))
+            shapes = {name: shape for layout in expected.values() for name, shape in layout.shapes.items()}
+            failure = None
+            try:
+                if dist.get_rank() == 0:
+                    write_weights(unfinished, shapes, tensors, dtype, max_shard_size)
+            except OSError as error:
+                failure = error
+            for _ in tensors:  # the other ranks' part, or what they still send to one that failed
+                pass
+        entry = "torch_dtype" if "torch_dtype" in entries else "dtype"  # its name before and since transformers 5
+        entries |= {"architectures": [model.name], entry: str(dtype).removeprefix("torch.")}
+        from_first_rank(lambda: _finish(unfinished, final, entries, failure))
 
 
 def _begin(final: Path) -> Path:
