@@ -1,6 +1,9 @@
-"""Does every layout that two GPUs allow train alike, in bf16, with Transformer Engine's layers?
+"""Does every layout that the GPUs here allow, two or four, train alike, in bf16, with Transformer Engine's layers?
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/sameness_gpu.py      writes results/sameness_gpu.json
+    python benchmarks/sameness_gpu.py EP4 "PP2 VPP2×DP2" Llama           some layouts and architectures, printed only
+
+Without a GPU as many CPU ranks train, with mcore's local layers, and nothing is written.
 
 bf16 rounds every activation, so that no two layouts agree to the last digit. What can be asked is that a layout differs
 from one GPU no more than one GPU differs from itself when its initial weights are rounded otherwise. That spread is
@@ -23,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from ranks import run_ranks  # noqa: E402  (the tests are no package)
+from sameness_cases import LAYOUTS as ON_CPU  # noqa: E402
 from sameness_cases import LLAMA, SP, ZERO1, layout  # noqa: E402
 from small import shared_state, text_loader, train  # noqa: E402
 
@@ -42,7 +46,6 @@ MOE = LLAMA | {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 256,
-    "moe_grouped_gemm": True,
     "moe_router_dtype": "fp32",
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.01,
@@ -66,19 +69,32 @@ LAYOUTS = {
     "TP2+SP, ETP1, EP2": layout(2, tp=2, ep=2, expert_tensor_parallel_size=1, **SP),
     "DP2": layout(2),
     "DP2 ZeRO-1, both overlaps": layout(2, ddp=ZERO1),
+    "PP2 VPP2×DP2 ZeRO-1": layout(4, pp=2, vpp=2, ddp=ZERO1),
+    **{
+        name: ON_CPU[name]
+        for name in (
+            *("TP4+SP", "TP2+SP×PP2", "TP2+SP×CP2 ZeRO-1", "CP4 p2p", "CP4 a2a+p2p [2, 2]"),
+            *("EP4", "TP2+SP×EP2", "TP2+SP×EP2, ETP1"),
+        )
+    },
 }
+
+
+def round_otherwise(state, seed):
+    """Move about half of the bf16 weights to a neighbouring number; replicas move alike."""
+    generator = torch.Generator(next(state.chunks[0].parameters()).device).manual_seed(seed)
+    for chunk in state.chunks:
+        for parameter in chunk.parameters():
+            random = torch.rand(parameter.shape, generator=generator, device=parameter.device)
+            parameter.data.copy_(parameter.data.float() * (1 + (random - 0.5) * 2**-7))
+    state.optimizer.reload_model_params()
 
 
 def run(directory, options, *, first=False, rounding_seed=None):
     """(loss, gradient norm) of each step, from the weights in `directory`, which the first run writes."""
     state = shared_state(directory, first, **(MODEL | options))
     if rounding_seed is not None:
-        generator = torch.Generator("cuda").manual_seed(rounding_seed)
-        for chunk in state.chunks:
-            for parameter in chunk.parameters():
-                random = torch.rand(parameter.shape, generator=generator, device=parameter.device)
-                parameter.data.copy_(parameter.data.float() * (1 + (random - 0.5) * 2**-7))
-        state.optimizer.reload_model_params()
+        round_otherwise(state, rounding_seed)
     history = train(state, text_loader(state), STEPS)
     minloop.check_replicas(state)
     minloop.shutdown_distributed()
@@ -91,12 +107,12 @@ def references(folder, options):
     return straight, [run(folder, options, rounding_seed=seed) for seed in SEEDS]
 
 
-def row(directory, options):
+def row(directory, options, architectures):
     """Architecture → its run in one layout, or why it is refused."""
     results = {}
-    for index, (name, architecture) in enumerate(ARCHITECTURES.items()):
+    for name, architecture in architectures.items():
         try:
-            results[name] = run(f"{directory}/{index}", architecture | options)
+            results[name] = run(f"{directory}/{name}", architecture | options)
         except (ValueError, AssertionError, NotImplementedError) as error:
             minloop.shutdown_distributed()
             results[name] = str(error)
@@ -112,52 +128,62 @@ def worst(history, reference):
     }
 
 
-def add(result, name, ranks, outcomes, runs):
-    """Add a row's cells, and write what there is."""
-    for architecture, outcome in outcomes.items():
-        cell = {"layout": name, "architecture": architecture, "ranks": ranks}
-        if isinstance(outcome, str):
-            cell["refused"] = outcome
-        else:
-            spread = result["spread_on_one_gpu"][architecture]
-            cell |= worst(outcome, runs[architecture][0])
-            cell["of_spread"] = max(cell[key] / spread[key] for key in ("loss", "grad_norm"))
-        result["cells"].append(cell)
-        print(cell, flush=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def main():
-    result = {
-        "torch": torch.__version__,
-        "transformer_engine": metadata.version("transformer_engine"),
-        "megatron_core": metadata.version("megatron-core"),
-        "steps": STEPS,
-    }
+def measure(result, layouts, architectures):
+    """Fill in the losses and spreads on one GPU, then the cells; yield after each row of them."""
     # Everything here waits for the host more than for the GPUs.
-    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(5) as pool:
-        cases = [(f"{directory}/{index}", options) for index, options in enumerate(ARCHITECTURES.values())]
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(5 if torch.cuda.is_available() else 1) as pool:
+        cases = [(f"{directory}/{name}", options) for name, options in architectures.items()]
         made = pool.map(lambda case: run_ranks(1, references, *case, timeout=500)[0], cases)
-        runs = dict(zip(ARCHITECTURES, made, strict=True))
-        spread = {
+        runs = dict(zip(architectures, made, strict=True))
+        spreads = {
             name: {
                 key: max(worst(one, other)[key] for one, other in combinations([straight, *others], 2))
                 for key in ("loss", "grad_norm")
             }
             for name, (straight, others) in runs.items()
         }
-        result |= {"losses_on_one_gpu": {name: [loss for loss, _ in straight] for name, (straight, _) in runs.items()}}
-        result |= {"spread_on_one_gpu": spread, "cells": []}
-        print(json.dumps(spread, indent=1), flush=True)
-        rows = pool.map(lambda case: run_ranks(case[0], row, directory, case[1], timeout=500)[0], LAYOUTS.values())
-        for (name, (ranks, _)), outcomes in zip(LAYOUTS.items(), rows, strict=True):
-            add(result, name, ranks, outcomes, runs)
-    result["gpu"] = torch.cuda.get_device_name()
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        result["losses_on_one_gpu"] = {name: [loss for loss, _ in straight] for name, (straight, _) in runs.items()}
+        result |= {"spread_on_one_gpu": spreads, "cells": []}
+        print(json.dumps(spreads, indent=1), flush=True)
+
+        def train_row(case):
+            return run_ranks(case[0], row, directory, case[1], architectures, timeout=500)[0]
+
+        for (name, (ranks, _)), outcomes in zip(layouts.items(), pool.map(train_row, layouts.values()), strict=True):
+            for architecture, outcome in outcomes.items():
+                cell = {"layout": name, "architecture": architecture, "ranks": ranks}
+                cell |= compared(outcome, runs[architecture][0], spreads[architecture])
+                result["cells"].append(cell)
+                print(cell, flush=True)
+            yield
+
+
+def compared(outcome, reference, spread):
+    """What a cell says of one run, or of its refusal."""
+    if isinstance(outcome, str):
+        return {"refused": outcome}
+    difference = worst(outcome, reference)
+    return difference | {"of_spread": max(difference[key] / spread[key] for key in ("loss", "grad_norm"))}
+
+
+def main(names):
+    if unknown := set(names) - LAYOUTS.keys() - ARCHITECTURES.keys():
+        raise ValueError(f"neither a layout nor an architecture: {', '.join(sorted(unknown))}")
+    on_gpu = torch.cuda.is_available()
+    ranks = torch.cuda.device_count() or 4
+    layouts = {name: case for name, case in LAYOUTS.items() if name in names} or LAYOUTS
+    layouts = {name: case for name, case in layouts.items() if case[0] <= ranks}
+    architectures = {name: case for name, case in ARCHITECTURES.items() if name in names} or ARCHITECTURES
+    packages = ("torch", "megatron-core", *(["transformer-engine"] if on_gpu else []))
+    result = {name.replace("-", "_"): metadata.version(name) for name in packages} | {"steps": STEPS}
+    result["gpu"] = f"{ranks} × {torch.cuda.get_device_name()}" if on_gpu else "none"
+    for _ in measure(result, layouts, architectures):
+        if on_gpu and not names:
+            RESULTS.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     ratios = [cell["of_spread"] for cell in result["cells"] if "of_spread" in cell]
     within = sum(ratio <= 1 for ratio in ratios)
     print(f"{within} of {len(ratios)} cells are within the spread, the largest at {max(ratios):.2f} of it")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
