@@ -1,7 +1,6 @@
 """Process groups and seeds: the default group, mcore's groups, each rank's random streams; and their end."""
 
 import contextlib
-import functools
 import gc
 import os
 import socket
@@ -16,13 +15,14 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore
 
+from minloop.alive import destroyed_by
 from minloop.checks import check_config, wrong_apex
 from minloop.cpu import cpu_backend
 from minloop.determinism import check_deterministic_environment, deterministic_algorithms
-from minloop.launch import Launch, find_launch
+from minloop.fsdp_checks import check_instances
+from minloop.launch import claim_gpu, find_launch, meet
 from minloop.messages import say_once
 from minloop.precision_checks import forget_fp8_scales
 
@@ -63,8 +63,8 @@ def init_distributed(
             ``order="tp-cp-ep-pp-dp"`` or ``num_distributed_optimizer_instances``.
     Raises:
         ValueError: the world size does not fit the layout, or the config contradicts itself.
-        RuntimeError: half-set launch variables, a port in use, two ranks on one GPU, groups of another layout; on a GPU
-            environment variables that `deterministic_mode` needs.
+        RuntimeError: half-set launch variables, a port in use, ranks that do not meet, two ranks on one GPU, groups of
+            another layout; on a GPU environment variables that `deterministic_mode` needs.
     """
     check_config(config)
     gc.collect()  # an earlier training state, all cycles, would keep its gloo groups, whose threads then spin
@@ -73,6 +73,7 @@ def init_distributed(
         if not dist.is_initialized():
             _init_default_group(backend, timeout, undo)
         check_world_size(config, dist.get_world_size(), mcore_options.get("order", DEFAULT_ORDER))
+        check_instances(config, dist.get_world_size(), mcore_options.get("num_distributed_optimizer_instances", 1))
         if config.deterministic_mode:
             check_deterministic_environment(config)
             undo.enter_context(deterministic_algorithms())
@@ -94,10 +95,10 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
     launch = find_launch(os.environ)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        _claim_gpu(launch.local_rank if launch else int(os.environ.get("LOCAL_RANK", "0")))
+        claim_gpu(launch.local_rank if launch else int(os.environ.get("LOCAL_RANK", "0")))
     backend = backend or ("nccl" if on_gpu else "gloo")
     if launch is not None:
-        store, rank, world_size = _rendezvous(launch, timeout)
+        store, rank, world_size = meet(launch, timeout)
         # A second init of the same processes must not read the addresses that the first one left in the store.
         store = PrefixStore(f"minloop/{store.add(f'minloop/inits of rank {rank}', 1)}", store)
     else:
@@ -108,31 +109,6 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
     undo.callback(forget_fp8_scales)
     if on_gpu:
         _refuse_shared_gpu()
-
-
-@functools.cache
-def _rendezvous(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
-    """Meet the other ranks; the store lives as long as the process, since a rank may join the next group early."""
-    rank, world_size, _, address, port = launch
-    host = f"[{address}]" if ":" in address else address
-    try:
-        return next(rendezvous(f"tcp://{host}:{port}?rank={rank}&world_size={world_size}", timeout=timeout))
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
-            raise
-        raise RuntimeError(
-            f"MASTER_PORT {port} is in use on {address}: another run holds it; choose a free port"
-        ) from error
-
-
-def _claim_gpu(local_rank: int) -> None:
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise RuntimeError(
-            f"LOCAL_RANK is {local_rank} but this machine shows {count} GPU(s): start at most one rank per GPU "
-            f"(torchrun --nproc-per-node {count})"
-        )
-    torch.cuda.set_device(local_rank)
 
 
 def _refuse_shared_gpu() -> None:
@@ -211,7 +187,8 @@ def _init_model_parallel(
     if config.mtp_standalone:  # the prediction layers' stage, not the last one, holds a copy of the embedding
         defaults["get_embedding_ranks"] = lambda ranks: sorted({ranks[0], *get_mtp_ranks(ranks, config)})
     options: dict[str, Any] = sizes | defaults | mcore_options
-    parallel_state.initialize_model_parallel(**options)
+    with destroyed_by(undo):  # mcore makes a score of groups and forgets them
+        parallel_state.initialize_model_parallel(**options)
     undo.callback(parallel_state.destroy_model_parallel)
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
         undo.callback(kind.forward.cache_clear)  # it holds embeddings, and they hold these groups

@@ -21,6 +21,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from minloop.alive import destroy, usable
 from minloop.checks import check_config
 from minloop.cpu import cpu_backend
 from minloop.distributed import DEFAULT_ORDER, check_world_size, created
@@ -66,15 +67,16 @@ def build_groups(
         timeout: how long a collective may wait for a rank.
         order: in which ranks are numbered, as in mcore.
     Raises:
-        RuntimeError: no default group.
-        ValueError: the number of ranks does not fit the layout, this rank is not among them, or something that reads
-            mcore's globals.
+        RuntimeError: no default group; or not all `ranks` came within `timeout`.
+        ValueError: the number of ranks does not fit the layout, this rank is not among them, another rank was given
+            another layout or order of them, or something that reads mcore's globals.
     """
     check_config(config)
     if not dist.is_initialized():
         raise RuntimeError("build_groups needs a default group: init_distributed or the host makes it")
     ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     _check(config, ranks, order)
+    _compare(config, ranks, order)
     created.callback(cpu_backend().undo)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # pyright: ignore[reportPrivateUsage]  # has no public setter
         parallel_state._set_global_memory_buffer()  # pyright: ignore[reportPrivateUsage]
@@ -121,10 +123,16 @@ def as_the_world(groups: ProcessGroupCollection) -> Generator[None]:
     ranks hold is compared: other ranks would have to take part, and wait for ever if they do not. Groups of the layout
     are numbered alike, so that ranks and groups agree. It is for the whole process: other threads of a host must not
     ask for ranks, nor communicate on the default group, meanwhile.
+
+    Raises:
+        RuntimeError: the groups cannot be used, see `usable`.
     """
-    if spans_the_world(groups):
+    with usable(groups), contextlib.nullcontext() if spans_the_world(groups) else _numbered_anew(groups):
         yield
-        return
+
+
+@contextlib.contextmanager
+def _numbered_anew(groups: ProcessGroupCollection) -> Generator[None]:
     known, world = c10d._world.pg_group_ranks, c10d._world.default_pg
     layout = known[groups.intra_dist_opt]
     before = {group: ranks for group, ranks in known.items() if ranks.keys() <= layout.keys()}
@@ -161,6 +169,22 @@ def _check(config: TransformerConfig, ranks: Sequence[int], order: str) -> None:
         )
 
 
+def _compare(config: TransformerConfig, ranks: list[int], order: str) -> None:
+    """Raise ValueError if one of these ranks came before with another layout; no rank waits for it."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    names += ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    own = repr({"ranks": ranks, "order": order} | {name: getattr(config, name) for name in names})
+    store = c10d._world.pg_map[c10d._get_default_group()][1]
+    key = f"minloop/layouts/{sorted(ranks)}"
+    count = store.add(f"{key}/of rank {dist.get_rank()}", 1)  # the layouts of these ranks so far
+    first = store.compare_set(f"{key}/{count}", "", own).decode()
+    if first != own:
+        raise ValueError(
+            f"the ranks disagree on the layout to build: {own} on rank {dist.get_rank()}, {first} on another; call "
+            "build_groups with the same config, ranks and order on all of them, in new processes"
+        )
+
+
 def _members(config: TransformerConfig, ranks: Sequence[int], order: str) -> dict[str, tuple[int, ...]]:
     """The global ranks of each of this rank's groups, by name."""
     size, place = len(ranks), list(ranks).index(dist.get_rank())
@@ -190,20 +214,16 @@ def new_group(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = 
     """
     usual, store = c10d._world.pg_map[c10d._get_default_group()]
     count = store.add(f"minloop/groups/{ranks}/of rank {dist.get_rank()}", 1)  # made again, they must meet anew
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        backend or usual,
-        store,
-        c10d.GroupName(f"minloop/{ranks}/{count}"),
-        timeout=timeout,
-    )
+    name, place = c10d.GroupName(f"minloop/{ranks}/{count}"), ranks.index(dist.get_rank())
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), place, list(ranks), backend or usual, store, name, timeout=timeout
+        )
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"not all of ranks {list(ranks)} came within {timeout} to make a group: one ended, raised an error, or "
+            "disagrees on the config, the ranks or their order, which must be the same on all; then start all anew"
+        ) from error
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    created.callback(_destroy, group)
+    created.callback(destroy, group)
     return group
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group(group)

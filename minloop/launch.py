@@ -1,12 +1,24 @@
 """Who this process is among all: torchrun's environment, or that of Slurm's srun; read, and never written."""
 
+import functools
 import re
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from minloop.messages import say_once
+
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_NTASKS")
+GRACE = 10.0
+"""Seconds after a time-out in which torch may still say why."""
 
 
 class Launch(NamedTuple):
@@ -26,8 +38,8 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     computed from the job's and the step's number. MASTER_ADDR and MASTER_PORT, where set, decide.
 
     Raises:
-        RuntimeError: torchrun's variables are there in part, srun's name no machine, or one that is to be a number is
-            none, or the rank not below the number of ranks.
+        RuntimeError: torchrun's or srun's variables are there in part, srun's name no machine, or one that is to be a
+            number is none, or the rank not below the number of ranks.
     """
     present = [name for name in LAUNCH_VARIABLES if name in environment]
     if len(present) == len(LAUNCH_VARIABLES):
@@ -36,13 +48,30 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
         return Launch(rank, world_size, local_rank, environment["MASTER_ADDR"], port)
     if "RANK" not in present and all(name in environment for name in SLURM_VARIABLES):
         return _of_srun(environment)
-    if present:
+    if not present:
+        _check_alone(environment)
+    else:
         missing = ", ".join(name for name in LAUNCH_VARIABLES if name not in present)
         raise RuntimeError(
             f"the launch environment has {', '.join(present)} but not {missing}: start the script with torchrun or "
             "srun, set all of them, or none for one process"
         )
     return None
+
+
+def _check_alone(environment: Mapping[str, str]) -> None:
+    """Raise RuntimeError for half of srun's variables. A batch script's own shell has SLURM_PROCID=0 in any case."""
+    rank, count = (environment.get(name) for name in SLURM_VARIABLES)
+    if rank is not None and (rank != "0" or "SLURM_STEP_NODELIST" in environment):
+        raise RuntimeError(
+            f"the launch environment has SLURM_PROCID={rank!r} but not SLURM_NTASKS: this process would train alone; "
+            "start the script with srun, set both, or neither for one process"
+        )
+    if count is not None and count != "1":
+        say_once(
+            f"SLURM_NTASKS is {count} but there is no SLURM_PROCID: this process trains alone; start the script with "
+            "srun for all of them"
+        )
 
 
 def _of_srun(environment: Mapping[str, str]) -> Launch | None:
@@ -87,6 +116,53 @@ def first_host(nodelist: str) -> str:
     """
     match = re.match(r"([^,\[]*)((?:\[[^\]]*\][^,\[]*)*)", nodelist)
     return "" if match is None else match[1] + re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[2])
+
+
+@functools.cache
+def meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
+    """Meet the other ranks; the store lives as long as the process, since a rank may join the next group early.
+
+    Returns:
+        The store, this rank, the number of ranks.
+    Raises:
+        RuntimeError: the port is in use, or the ranks did not meet before the time-out.
+    """
+    rank, world_size, _, address, port = launch
+    host = f"[{address}]" if ":" in address else address
+    found: Future[tuple[Store, int, int]] = Future()
+
+    def look() -> None:
+        try:
+            url = f"tcp://{host}:{port}?rank={rank}&world_size={world_size}"
+            found.set_result(next(rendezvous(url, timeout=timeout)))
+        except Exception as error:
+            found.set_exception(error)
+
+    # in a thread: to a program that is no store torch would listen for ever
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        return found.result(timeout.total_seconds() + GRACE)
+    except (dist.DistNetworkError, dist.DistStoreError, TimeoutError) as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise RuntimeError(
+                f"MASTER_PORT {port} is in use on {address}: another run holds it; choose a free port"
+            ) from error
+        raise RuntimeError(
+            f"rank {rank} of {world_size} met no others at MASTER_ADDR {address}, MASTER_PORT {port} "
+            f"({str(error) or f'no answer within {timeout}'}): start all ranks with the same two values, the address "
+            "of rank 0's machine as all see it, and a port that no other program has"
+        ) from error
+
+
+def claim_gpu(local_rank: int) -> None:
+    """Make this rank's GPU the current one; raise RuntimeError if there are not that many."""
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise RuntimeError(
+            f"LOCAL_RANK is {local_rank} but this machine shows {count} GPU(s): start at most one rank per GPU "
+            f"(torchrun --nproc-per-node {count})"
+        )
+    torch.cuda.set_device(local_rank)
 
 
 def fault_environment(directory: str, *, timeout: timedelta) -> dict[str, str]:
