@@ -78,7 +78,7 @@ def main(
         num_layers=2, hidden_size=128, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False, **layout
     )
     groups = minloop.init_distributed(config, seed=1234, timeout=timedelta(seconds=timeout_in_seconds))
-    directory = minloop.shared_directory(directory)  # of all machines: one that sees another is told so now
+    directory = minloop.shared_directory(directory)  # refused now if it is another one elsewhere, or another run's
     state = build_state(config, groups, train_iters)
     train, valid = build_text(directory, num_files)
     loader = minloop.build_loader(train, groups, micro_batch_size=MICRO_BATCH_SIZE)
@@ -107,9 +107,9 @@ def main(
                 minloop.start_save(directory, state, kept, keep_newest=3)
             if reason:
                 break
-    if reason and minloop.is_first_rank(groups):
-        print(f"{reason}: ended after iteration {state.iteration}")
-    minloop.shutdown_distributed()  # once the last save is done
+        if reason and minloop.is_first_rank(groups):
+            print(f"{reason}: ended after iteration {state.iteration}")
+        minloop.shutdown_distributed()  # once the last save is done; outside, a second SIGTERM would kill it
     return state.iteration
 
 

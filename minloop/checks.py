@@ -205,6 +205,8 @@ def check_ddp_config(config: TransformerConfig, ddp_config: DistributedDataParal
         check_not_fsdp(ddp_config)
     check_meta_device(config, ddp_config)
     check_fp8_param(config, ddp_config)
+    if ddp_config.nccl_ub and not torch.cuda.is_available():  # mcore would compile its allocator first
+        raise ValueError("nccl_ub=True registers NCCL's buffers, and there is no GPU: set it to False")
     if ddp_config.delay_wgrad_compute != config.delay_wgrad_compute and not is_torch_fsdp(ddp_config):
         raise ValueError(
             f"delay_wgrad_compute is {ddp_config.delay_wgrad_compute} in the DistributedDataParallelConfig, but "

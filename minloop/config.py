@@ -147,13 +147,14 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
 
     For `wrap_fsdp`: with `use_megatron_fsdp` gradients are kept and reduced in fp32, too, and unless it is given
     `data_parallel_sharding_strategy` is "optim_grads_params"; with `reshard_after_forward` it is mcore's
-    `TorchFullyShardedDataParallelConfig`.
+    `TorchFullyShardedDataParallelConfig`, whose gradients are reduced in fp32 and kept in the dtype of the weights.
 
     Raises:
         ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`;
             fp8_param without the distributed optimizer.
     """
     if "reshard_after_forward" in fields:
+        fields.setdefault("grad_reduce_in_fp32", True)
         torch_config = TorchFullyShardedDataParallelConfig(**fields)
         check_ddp_config(config, torch_config)
         return torch_config

@@ -24,6 +24,11 @@ from minloop.cuda_graph import on_capture_stream
 from minloop.fsdp_checks import check_not_fsdp
 from minloop.fully_sharded import FullySharded, keep_weights, local_gradients, unsharded
 from minloop.messages import without_log_lines
+from minloop.wrapping_checks import check_gradients, check_wrapping
+
+_read: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_ended: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+"""Chunks inside `gathered_parameters`, and those whose training `end_training` ended."""
 
 
 def wrap_ddp(
@@ -37,11 +42,13 @@ def wrap_ddp(
     nothing: use `build_optimizer`.
 
     Raises:
-        ValueError: options that exclude each other, see `build_ddp_config`, or that only `wrap_fsdp` reads.
+        ValueError: options that exclude each other, see `build_ddp_config`, or that only `wrap_fsdp` reads; chunks or
+            groups that do not go with them, see `minloop.wrapping_checks`.
     """
     config = get_model_config(chunks[0])
     check_not_fsdp(ddp_config)
     check_ddp_config(config, ddp_config)
+    check_wrapping(chunks, ddp_config, groups)
     say_choices(config, ddp_config, groups.dp_cp.size())
     ddp_config = copy.copy(ddp_config)  # DDP writes the bucket size it chose into it
     # A CUDA graph cannot capture what autograd remembers to run on the default stream.
@@ -95,11 +102,16 @@ def bind_hooks(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
         return optimizer.scale_loss(loss)
 
     config.grad_scale_func = scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = per_chunk([chunk.no_sync for chunk in chunks])
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         config.param_sync_func = per_chunk([partial(chunk.start_param_sync) for chunk in chunks])
+
+
+def _finalize(chunks: list[Any], *args: Any, **options: Any) -> None:
+    check_gradients(chunks)
+    finalize_model_grads(chunks, *args, **options)
 
 
 @contextlib.contextmanager
@@ -111,19 +123,60 @@ def gathered_parameters(chunks: Sequence[torch.nn.Module], *, whole: bool = True
 
     Args:
         whole: False leaves fully sharded models as they are: forward passes gather in them by themselves.
+    Raises:
+        RuntimeError: another such block, or a stream of the weights, is open; `offload` moved the weights. Nothing has
+            changed then, nor if the gathering fails.
     """
-    hooked: list[Any] = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
-    for chunk in hooked:
-        chunk.disable_forward_pre_hook(param_sync=True)
+    require_unread(chunks)
+    if any(_is_off(chunk) for chunk in chunks):
+        raise RuntimeError("weights of this model are in host memory: call onload(state) first")
     with contextlib.ExitStack() as stack:
+        for chunk in chunks:
+            _read.add(chunk)
+            stack.callback(_read.discard, chunk)
+        hooked: list[Any] = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
+        for chunk in hooked:
+            stack.callback(_put_hooks, chunk)
+            chunk.disable_forward_pre_hook(param_sync=True)
         for chunk in chunks if whole else ():
             if isinstance(chunk, FullySharded):
                 stack.enter_context(unsharded(chunk))
-        try:
-            yield
-        finally:
-            for chunk in hooked:
-                chunk.enable_forward_pre_hook()
+        yield
+
+
+def require_unread(chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise RuntimeError inside `gathered_parameters`: a step would train without the hooks that gather weights."""
+    if any(chunk in _read for chunk in chunks):
+        raise RuntimeError(
+            "a stream of this model's weights is open, or a block of gathered_parameters: finish or close it first"
+        )
+
+
+def _is_off(chunk: torch.nn.Module) -> bool:
+    if not isinstance(chunk, DistributedDataParallel):  # FSDP frees storages, too
+        return False
+    plain = (p for p in chunk.parameters() if type(p) is torch.nn.Parameter)  # FP8's have no storage of their own
+    return any(p.numel() > 0 and p.untyped_storage().nbytes() == 0 for p in plain)
+
+
+def _put_hooks(chunk: Any) -> None:
+    """Put the gather hooks back, also where an error stopped mcore from taking off all of them."""
+    for handle in chunk.remove_forward_pre_hook_handles.values():
+        handle.remove()
+    chunk.remove_forward_pre_hook_handles.clear()
+    chunk.enable_forward_pre_hook()
+
+
+def end_training(chunks: Sequence[torch.nn.Module], reason: str) -> None:
+    """Have `require_trainable` refuse these chunks with `reason`: what their optimizer updates is no longer in them."""
+    _ended.update(dict.fromkeys(chunks, reason))
+
+
+def require_trainable(chunks: Sequence[torch.nn.Module]) -> None:
+    """Raise RuntimeError after `end_training`."""
+    for chunk in chunks:
+        if chunk in _ended:
+            raise RuntimeError(_ended[chunk])
 
 
 def take_over_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:

@@ -1,6 +1,7 @@
 """Where a fault is: ranks, microbatches and samples, or parameters."""
 
 import math
+import re
 import socket
 
 import torch
@@ -28,7 +29,7 @@ def look(
     here = f"rank {dist.get_rank()} on {socket.gethostname()}"
     if kind == "gradient":
         named = [pair for chunk in state.chunks for pair in named_gradients(chunk)]
-        wrong = [name for name, gradient in named if not gradient.isfinite().all()]
+        wrong = [re.sub(r"^(module\.)+", "", name) for name, gradient in named if not gradient.isfinite().all()]
         return ([here] if wrong else []), wrong[:3], 0.0, loss
     # [microbatches, losses]
     values = [[float(value[0] / value[1].clamp(min=1)) for value in report.values()] for report in computed.reports]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 MEGATRON_FSDP = {
     "use_megatron_fsdp": False,
@@ -104,8 +105,41 @@ def check_megatron_fsdp(config: Any, ddp_config: DistributedDataParallelConfig) 
             "gradient_reduce_div_fusion=True needs NCCL, and there is no GPU: set it to False, or leave it to "
             "build_ddp_config"
         )
+    if config.gradient_accumulation_fusion and not HAVE_TE:
+        raise ValueError(
+            "Megatron FSDP with gradient_accumulation_fusion=True needs Transformer Engine, which is not installed: "
+            "set it to False"
+        )
     if find_spec("einops") is None:
         raise ValueError("use_megatron_fsdp=True needs the package einops, which is not installed: pip install einops")
+
+
+def check_instances(config: Any, world_size: int, instances: int) -> None:
+    """Refuse replicas of the distributed optimizer, or of fully sharded states, into which no ranks divide.
+
+    Args:
+        config: a `TransformerConfig`, or anything with its fields.
+        instances: `num_distributed_optimizer_instances`.
+    Raises:
+        ValueError: naming the fields and their values.
+    """
+    tp, pp, ep = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.expert_model_parallel_size,
+    )
+    etp = config.expert_tensor_parallel_size or tp
+    sizes = {
+        "data and context parallel ranks": world_size // (tp * pp),
+        "ranks that hold the same experts": world_size // (etp * ep * pp),  # mcore makes their groups without experts
+    }
+    for what, size in sizes.items():
+        if instances < 1 or size % instances:
+            raise ValueError(
+                f"num_distributed_optimizer_instances ({instances}) does not divide the {size} {what} that a world of "
+                f"{world_size} has with tensor_model_parallel_size ({tp}), pipeline_model_parallel_size ({pp}) and "
+                f"expert_model_parallel_size ({ep}): choose a divisor, or 1"
+            )
 
 
 def _check_strategies(ddp_config: DistributedDataParallelConfig) -> None:
@@ -165,6 +199,12 @@ def check_torch_fsdp(config: Any, ddp_config: DistributedDataParallelConfig) -> 
     for name in ("use_distributed_optimizer", "use_megatron_fsdp", "average_in_collective"):
         if getattr(ddp_config, name):
             raise ValueError(f"torch FSDP2 with {name}=True, which it does not know: set it to False")
+    for name in ("data_parallel_sharding_strategy", "outer_dp_sharding_strategy"):
+        if (strategy := getattr(ddp_config, name)) != MEGATRON_FSDP[name]:
+            raise ValueError(
+                f"torch FSDP2 with {name}={strategy!r}, which Megatron FSDP alone reads: leave it out, or use "
+                "use_megatron_fsdp=True in the place of reshard_after_forward"
+            )
     if ddp_config.num_distributed_optimizer_instances > 1:
         raise ValueError("torch FSDP2 has no replicas here: set num_distributed_optimizer_instances=1")
     if config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size not in (

@@ -22,10 +22,21 @@ def sharded_parts(ddp_config: DistributedDataParallelConfig) -> Set[str]:
     return {*("optimizer", "gradients", "weights")[:stage]}
 
 
-def shard(config: Any, ddp_config: DistributedDataParallelConfig, count: ParameterCount, world_size: int) -> int:
-    """Return how many parameters a rank has when they are divided over the ranks that would hold the same ones."""
+def shard(
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    count: ParameterCount,
+    world_size: int,
+    *,
+    over_replicas: bool = False,
+) -> int:
+    """Return how many parameters a rank has when they are divided over the ranks that would hold the same ones.
+
+    Args:
+        over_replicas: they are divided over the ranks of all instances, not over those of one.
+    """
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    instances = ddp_config.num_distributed_optimizer_instances
+    instances = 1 if over_replicas else ddp_config.num_distributed_optimizer_instances
     expert_ranks = (config.expert_tensor_parallel_size or tp) * config.expert_model_parallel_size * pp
     ranks, expert_ranks = world_size // (tp * pp * instances), max(1, world_size // (expert_ranks * instances))
     return -(-count.dense // ranks) + -(-count.expert // expert_ranks)
@@ -48,4 +59,5 @@ def layers_at_work(
     parts = sharded_parts(ddp_config)
     if "weights" in parts:  # what is in no layer stays gathered throughout a pass
         return weight * (2 * layer + 2 * table) + gradient * max(2 * layer, table)
-    return gradient * max(2 * (ddp_config.bucket_size or BUCKET_SIZE), table) if "gradients" in parts else 0
+    buckets = min(2 * (ddp_config.bucket_size or BUCKET_SIZE), count.total)
+    return gradient * max(buckets, table) if "gradients" in parts else 0

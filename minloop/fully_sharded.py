@@ -18,13 +18,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer import MegatronModule
 from megatron.core.utils import get_model_config
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from minloop.advice import say_choices
 from minloop.checks import check_ddp_config
 from minloop.distributed import created
 from minloop.fsdp_checks import is_torch_fsdp
 from minloop.meta_device import data_parallel_group, fill_shards, whole_when_reset
+from minloop.wrapping_checks import check_wrapping
 
 FullySharded = FullyShardedDataParallel | TorchFullyShardedDataParallel
 
@@ -44,12 +45,15 @@ def wrap_fsdp(
     states over all of them. Torch FSDP2, with a `TorchFullyShardedDataParallelConfig`: weights stay gathered between
     forward and backward pass with `reshard_after_forward=False`.
     All data parallel ranks get the weights of their group's first.
+    With `fsdp_double_buffer`, which has room for two layers, weights cannot be read or loaded in full (`full_weights`,
+    `load_weights`, `export_weights`, …); checkpoints can be saved and loaded.
 
     Args:
         fsdp_unit_modules: what is gathered at a time; by default mcore's, its layers.
     Raises:
-        ValueError: a layout or option that this kind cannot train, see `minloop.fsdp_checks`; no module of
-            `fsdp_unit_modules` in a model; the ranks of another job among those of the layout.
+        ValueError: a layout or option that this kind cannot train, see `minloop.fsdp_checks`; chunks or groups that do
+            not go with it, see `minloop.wrapping_checks`; no module of `fsdp_unit_modules` in a model; the ranks of
+            another job among those of the layout.
     """
     config = get_model_config(chunks[0])
     if not (is_torch_fsdp(ddp_config) or ddp_config.use_megatron_fsdp):
@@ -58,6 +62,7 @@ def wrap_fsdp(
             "for torch FSDP2, or use wrap_ddp"
         )
     check_ddp_config(config, ddp_config)
+    check_wrapping(chunks, ddp_config, groups)
     _check_model(chunks[0], ddp_config, groups, fsdp_unit_modules)
     say_choices(config, ddp_config, groups.dp_cp.size())
     wrapped: list[FullySharded] = []
@@ -131,6 +136,9 @@ def _wrap_torch(
     more: dict[str, Any] = {} if units is None else {"sub_modules_to_wrap": {*units}}
     wrapped = TorchFullyShardedDataParallel(config, ddp_config, chunk, process_group=groups.dp_cp, **more)
     fill_shards(wrapped)
+    if ddp_config.grad_reduce_in_fp32:  # which mcore's wrapper does not hand on; read when training begins
+        for group in _parameter_groups(wrapped):
+            group.mp_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for module in wrapped.modules():
         if isinstance(module, MambaMixer):
             module.register_forward_pre_hook(_use_own_parameters)

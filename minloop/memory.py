@@ -8,6 +8,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from minloop.activation_memory import stage_activations
+from minloop.fsdp_checks import check_instances, is_torch_fsdp
 from minloop.fsdp_memory import layers_at_work, shard, sharded_parts
 from minloop.parameter_count import ParameterCount, check_countable, count_parameters
 
@@ -97,9 +98,10 @@ def estimate_memory(
         pipeline_rank: the stage; by default the fullest.
         position_embedding_type: as in `build_gpt_model`; a learned one is taken to have `sequence_length` rows.
     Raises:
-        ValueError: the layout does not fit `world_size`, or the model or optimizer is none that is counted.
+        ValueError: the layout or its replicas do not fit `world_size`; a model or optimizer of a kind not counted.
     """
     _check(config, optimizer_config, world_size)
+    check_instances(config, world_size, ddp_config.num_distributed_optimizer_instances)
     stages = range(config.pipeline_model_parallel_size) if pipeline_rank is None else [pipeline_rank]
     tokens = sequence_length * micro_batch_size // config.context_parallel_size
     learned = sequence_length if position_embedding_type == "learned_absolute" else 0
@@ -148,7 +150,12 @@ def _weights(config: Any, ddp_config: DistributedDataParallelConfig, count: Para
 def _gradients(config: Any, ddp_config: DistributedDataParallelConfig, count: ParameterCount, world_size: int) -> int:
     sharded = "gradients" in sharded_parts(ddp_config)
     here = shard(config, ddp_config, count, world_size) if sharded else count.total
-    return here * (4 if ddp_config.grad_reduce_in_fp32 else config.params_dtype.itemsize)
+    return here * (4 if _in_fp32(ddp_config) else config.params_dtype.itemsize)
+
+
+def _in_fp32(ddp_config: DistributedDataParallelConfig) -> bool:
+    """Whether reduced gradients stay in fp32: torch FSDP2 keeps them in the dtype of the weights."""
+    return ddp_config.grad_reduce_in_fp32 and not is_torch_fsdp(ddp_config)
 
 
 def _optimizer(
@@ -160,10 +167,11 @@ def _optimizer(
 ) -> tuple[int, int]:
     """Bytes that stay, and those that a step takes."""
     sharded = "optimizer" in sharded_parts(ddp_config)
-    here = shard(config, ddp_config, count, world_size) if sharded else count.total
+    everywhere = ddp_config.outer_dp_sharding_strategy == "optim"
+    here = shard(config, ddp_config, count, world_size, over_replicas=everywhere) if sharded else count.total
     moments, half = 4 * MOMENTS[optimizer_config.optimizer], config.params_dtype != torch.float32
     weight = 4 if half or ddp_config.use_megatron_fsdp else 0
-    gradient = 4 if half and not ddp_config.grad_reduce_in_fp32 else 0
+    gradient = 4 if half and not _in_fp32(ddp_config) else 0
     if optimizer_config.use_precision_aware_optimizer:
         if not optimizer_config.optimizer_cpu_offload:
             moments = optimizer_config.exp_avg_dtype.itemsize + optimizer_config.exp_avg_sq_dtype.itemsize

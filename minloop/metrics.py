@@ -72,12 +72,12 @@ def evaluation_record(state: TrainState, evaluations: Mapping[str, Evaluation]) 
     return record
 
 
-def record_line(record: Record, *, train_iters: int) -> str:
+def record_line(record: Record, *, train_iters: int | None = None, train_samples: int | None = None) -> str:
     """Return a record as one line in Megatron-LM's form, which log parsers know.
 
     Args:
         record: of a step, with the numbers of `StepTimer.lap` or without; of an evaluation; or one of your own.
-        train_iters: iterations of the whole run.
+        train_iters, train_samples: iterations and samples of the whole run; what is None is not shown.
     """
     iteration = f"{int(record['iteration']):8d}"
     if "learning-rate" not in record:
@@ -86,7 +86,11 @@ def record_line(record: Record, *, train_iters: int) -> str:
         return f" {title}iteration {iteration} | " + " | ".join(values) + " |"
     named = {*BEFORE_LOSSES, *AFTER_LOSSES, *OF_THE_RUN, *OF_THE_MACHINE}
     losses = {name: value for name, value in record.items() if name not in named}
-    parts = [f"iteration {iteration}/{train_iters:8d}", f"consumed samples: {int(record['consumed-samples']):12d}"]
+    samples = f"consumed samples: {int(record['consumed-samples']):12d}"
+    parts = [
+        f"iteration {iteration}" if train_iters is None else f"iteration {iteration}/{train_iters:8d}",
+        samples if train_samples is None else f"{samples}/{train_samples:12d}",
+    ]
     parts += _named(record, BEFORE_LOSSES)
     parts += [f"{name}: {value:.6E}" for name, value in losses.items()]
     parts += _named(record, AFTER_LOSSES)

@@ -15,7 +15,10 @@ def require_iterator(data: Any) -> None:
 
 
 class Microbatches:
-    """The next microbatches of a step, and their shape, read off the first; with `varying` others may differ."""
+    """The next microbatches of a step, and their shape, read off the first; with `varying` others may differ.
+
+    `iteration` is what the step will be logged as.
+    """
 
     def __init__(
         self,
@@ -25,10 +28,11 @@ class Microbatches:
         seq_length: int | None = None,
         *,
         varying: bool = False,
+        iteration: int | None = None,
     ) -> None:
         if count < 1:
             raise ValueError(f"num_microbatches ({count}) must be at least 1")
-        self.count, self._data = count, iter(data)
+        self.count, self._data, self._iteration = count, iter(data), iteration
         self._taken: list[Any] = []
         self._from_batch = not varying and (micro_batch_size is None or seq_length is None)
         if micro_batch_size is None or seq_length is None:
@@ -43,8 +47,10 @@ class Microbatches:
         try:
             return next(self._data)
         except StopIteration:
+            where = "" if self._iteration is None else f" at iteration {self._iteration}"
             raise RuntimeError(
-                f"the data ended: it held {index} of the {self.count} microbatches of this step"
+                f"the data ended{where}: it held {index} of the {self.count} microbatches of this step; end the "
+                "loop before it, or give data that go on, such as build_loader(..., wrap=True)"
             ) from None
 
     def take(self) -> list[Any]:

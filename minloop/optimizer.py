@@ -114,6 +114,12 @@ def check_optimizer_config(
             f"virtual_pipeline_model_parallel_size, which is {stages}, and overlap_param_gather=True (with "
             f"use_distributed_optimizer), which is {ddp_config.overlap_param_gather}; set it to False otherwise"
         )
+    if optimizer_config.optimizer == "sgd" and ddp_config.use_distributed_optimizer:
+        raise ValueError(
+            "OptimizerConfig.optimizer 'sgd' with use_distributed_optimizer=True (ZeRO-1, Megatron FSDP): mcore's "
+            "distributed optimizer knows Adam's state alone; use 'adam', or wrap_ddp with "
+            "use_distributed_optimizer=False, or torch FSDP2"
+        )
     if optimizer_config.optimizer in EMERGING_OPTIMIZERS:
         _check_emerging(optimizer_config, config)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.utils import configure_nvtx_profiling
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from minloop.messages import say_once
+from minloop.messages import logger, say_once
 from minloop.state import TrainState
 
 TABLE_ROWS = 30
@@ -33,19 +33,22 @@ def profiled_steps(
     ui.perfetto.dev), ``rankN.kernels.txt``, a table of what took longest, and with a GPU ``rankN.memory.pickle``, every
     allocation and its stack, for docs.pytorch.org/memory_viz. With nsys it writes nothing but marks the window and the
     names for ``nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop ...``. Each step is a range called
-    "iteration N" in both.
+    "iteration N" in both. A file that cannot be written is named in a warning, and training goes on.
 
     Args:
         steps: of which iterations, by the value that `state.iteration` has before the step: ``range(10, 12)``.
         ranks: global ranks to be profiled.
     Raises:
-        ValueError: an unknown tool, or tool="nsys" without a GPU.
+        ValueError: an unknown tool, tool="nsys" without a GPU, or a rank outside the world.
     """
     if tool not in ("torch", "nsys"):
         raise ValueError(f"tool {tool!r} is neither 'torch' nor 'nsys'")
     if tool == "nsys" and not torch.cuda.is_available():
         raise ValueError("tool='nsys' profiles a GPU, and there is none: use tool='torch'")
+    if wrong := [rank for rank in ranks if rank not in range(dist.get_world_size())]:
+        raise ValueError(f"ranks {wrong} are none of this run's, which are 0 to {dist.get_world_size() - 1}")
     rank, window, profiled = dist.get_rank(), contextlib.ExitStack(), False
+    to_come = any(step >= state.iteration for step in steps)  # in a resumed run they may lie behind
     step = contextlib.ExitStack()
 
     def before_step() -> None:
@@ -64,13 +67,12 @@ def profiled_steps(
     finally:
         step.close()
         window.close()
-        if not profiled and rank in ranks:
+        if not profiled and to_come and rank in ranks:
             say_once(f"nothing was profiled: the run came by no step of {steps}")
 
 
 @contextlib.contextmanager
 def _torch_window(directory: Path, rank: int) -> Generator[None]:
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank{rank}"
     on_gpu = torch.cuda.is_available()
     memory: Any = torch.cuda.memory
@@ -80,15 +82,30 @@ def _torch_window(directory: Path, rank: int) -> Generator[None]:
     try:
         with profile(activities=activities, record_shapes=True) as profiler:
             yield
-        profiler.export_chrome_trace(f"{path}.trace.json")
+        _write(f"{path}.trace.json", profiler.export_chrome_trace)
         order = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=TABLE_ROWS, max_name_column_width=80)
-        Path(f"{path}.kernels.txt").write_text(table)
+        _write(f"{path}.kernels.txt", lambda file: Path(file).write_text(table))
         if on_gpu:
-            memory._dump_snapshot(f"{path}.memory.pickle")
+            _write(f"{path}.memory.pickle", memory._dump_snapshot)
     finally:
         if on_gpu:
             memory._record_memory_history(enabled=None)
+
+
+def _write(path: str, write: Callable[[str], object]) -> None:
+    """Write one file whole or not at all: a full disk is no reason to end the run."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).unlink(missing_ok=True)
+        write(path)
+        if not Path(path).exists():  # the library below torch says nothing of a full disk
+            raise OSError("torch's profiler left no file: is the disk full?")
+    except (OSError, RuntimeError) as error:
+        for part in (path, f"{path}.tmp"):
+            with contextlib.suppress(OSError):
+                Path(part).unlink()
+        logger.warning("%s could not be written, training goes on without it: %s", path, error)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
+from minloop.alive import left_midway
 from minloop.architecture import unwrapped
 from minloop.data import to_device
 from minloop.graph_checks import check_graph_sequence
@@ -106,14 +107,15 @@ def run_schedule(
     """Run mcore's schedule over `batches`; returns the reports of the last pipeline stage, on others an empty list."""
     config, pp, several = state.config, state.groups.pp.size(), len(state.chunks) > 1
     schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=config.virtual_pipeline_model_parallel_size)
-    return schedule(
-        forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in state.chunks] if several else iter(batches),
-        model=state.chunks if several else state.chunks[0],
-        num_microbatches=shape.count,
-        seq_length=shape.seq_length,
-        micro_batch_size=shape.micro_batch_size,
-        forward_only=forward_only,
-        p2p_communicator=P2PCommunicator(state.groups.pp, config) if pp > 1 else None,
-        pg_collection=state.groups,
-    )
+    with left_midway(state.groups):
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in state.chunks] if several else iter(batches),
+            model=state.chunks if several else state.chunks[0],
+            num_microbatches=shape.count,
+            seq_length=shape.seq_length,
+            micro_batch_size=shape.micro_batch_size,
+            forward_only=forward_only,
+            p2p_communicator=P2PCommunicator(state.groups.pp, config) if pp > 1 else None,
+            pg_collection=state.groups,
+        )

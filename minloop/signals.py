@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable
 from types import FrameType
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -63,7 +64,11 @@ class StopRequest:
         Args:
             exit_interval: leave after iterations that are multiples of this number.
             exit_duration_in_mins: leave once so many minutes have passed on any rank since `stop_signals` was entered.
+        Raises:
+            ValueError: `exit_duration_in_mins` is not positive.
         """
+        if exit_duration_in_mins is not None and not exit_duration_in_mins > 0:
+            raise ValueError(f"exit_duration_in_mins ({exit_duration_in_mins}) must be positive, or None for no limit")
         minutes = (time.monotonic() - self.since) / 60
         over = exit_duration_in_mins is not None and minutes >= exit_duration_in_mins
         received, any_over = self._agreed([self.received or 0, int(over)], state.groups)
@@ -85,8 +90,10 @@ def stop_signals(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Generator[
     """While inside, these signals ask the run to end after the step under way, and no longer end it by themselves.
 
     Ask with `StopRequest.requested` or `StopRequest.exit_reason` between two steps, save and leave the loop. A second
-    Ctrl-C ends at once, with KeyboardInterrupt. On leaving, the handlers before are in force again. ``signals=()``
-    installs nothing, for the durations alone. A rank that is waiting in a collective meets the request after it.
+    Ctrl-C ends at once, with KeyboardInterrupt. On leaving, the handlers before are in force again: wait inside for a
+    save that `start_save` began, by its ``wait()`` or by `shutdown_distributed`, or a second signal (srun and torchrun
+    both pass one on) kills it. ``signals=()`` installs nothing, for the durations alone. A rank that is waiting in a
+    collective meets the request after it. Of one within another both hear the signal.
 
     torchrun passes SIGTERM and SIGINT on to the ranks, waits for 30 seconds and kills; SIGUSR1 ends torchrun itself
     unless it is started with ``--signals-to-handle=SIGTERM,SIGINT,SIGUSR1``. It sends them to the processes that a rank
@@ -97,6 +104,7 @@ def stop_signals(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Generator[
         RuntimeError: not in the main thread, where alone Python handles signals.
     """
     stop, wanted, interrupts = StopRequest(), tuple(signals), 0
+    outer: dict[int, Any] = {}
     if wanted and threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             f"stop_signals in thread {threading.current_thread().name!r}: Python handles signals in the main thread "
@@ -105,6 +113,8 @@ def stop_signals(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Generator[
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
+        if number in outer:
+            outer[number](number, frame)
         interrupts += number == signal.SIGINT
         if interrupts > 1:
             raise KeyboardInterrupt
@@ -114,4 +124,6 @@ def stop_signals(signals: Iterable[signal.Signals] = STOP_SIGNALS) -> Generator[
         for number in wanted:
             before = signal.signal(number, note)  # None: a handler that is not Python's and cannot be put back
             restore.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+            if getattr(before, "__code__", None) is note.__code__:
+                outer[number] = before
         yield stop

@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from minloop.cuda_graph import StepGraphs
-from minloop.data_parallel import bind_hooks
+from minloop.data_parallel import bind_hooks, require_trainable, require_unread
 from minloop.moe import AuxiliaryLosses, mend_experts
 
 
@@ -56,6 +56,7 @@ class TrainState:
         report_names: names of the losses that each forward step used so far reports.
         auxiliary_losses: what mcore records of the training step under way.
         graphs: with cuda_graph_impl="full_iteration", the CUDA graphs of its steps.
+        last_update: loss and, if there is one, gradient norm of the last update, on their device; empty after a load.
         open_step: of a step in parts, from `begin_step` to `finish_step`.
         offloaded: what `offload` moved, and its bytes in host memory.
     Raises:
@@ -76,6 +77,7 @@ class TrainState:
     )
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses, repr=False)
     graphs: StepGraphs = field(default_factory=StepGraphs, repr=False)
+    last_update: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     open_step: OpenStep | None = field(default=None, repr=False)
     offloaded: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]] = field(
         default_factory=dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]], repr=False
@@ -100,7 +102,14 @@ def require_memory(state: TrainState, *kinds: str) -> None:
 
 
 def require_between_steps(state: TrainState) -> None:
-    """Raise RuntimeError if a step in parts is under way, or `offload` holds the memory that a step needs."""
+    """Raise RuntimeError if a step in parts is under way, weights are being read, or `offload` holds memory."""
     if state.open_step is not None:
         raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
+    require_unread(state.chunks)
     require_memory(state)
+
+
+def require_optimizer(state: TrainState) -> None:
+    """Raise RuntimeError as `require_between_steps`, or if the optimizer's weights are no longer in the model."""
+    require_trainable(state.chunks)
+    require_between_steps(state)

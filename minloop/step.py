@@ -9,13 +9,14 @@ from typing import Any, Protocol
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
+from minloop.alive import on_usable_groups, usable
 from minloop.data import Batch
 from minloop.data_parallel import gathered_parameters
 from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import place_batch
 from minloop.schedule import ForwardStep, forward_backward
-from minloop.state import TrainState, require_between_steps, require_memory
+from minloop.state import TrainState, require_memory, require_optimizer
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def _no_loss(output: torch.Tensor) -> Any:
     raise RuntimeError("only the last pipeline stage has a loss")
 
 
+@on_usable_groups
 def train_step(
     state: TrainState,
     data: Iterator[Batch],
@@ -136,12 +138,12 @@ def train_step(
         ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary; a report that is
             not [sum, count].
         TypeError: `data` is a list, a DataLoader or the like, which would begin anew at every step.
-        RuntimeError: the data ended before the step; before anything is read: `offload` holds the memory, or a step
-            that `begin_step` opened is under way.
+        RuntimeError: the data ended before the step; before anything is read: `offload` holds the memory, a step
+            that `begin_step` opened is under way, a stream of the weights is open, or `merge_lora` ended training.
     """
     require_iterator(data)
-    require_between_steps(state)
-    batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
+    require_optimizer(state)
+    batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length, iteration=state.iteration + 1)
     compute = partial(_compute, state, batches, forward_step)
     computed, allowed = (compute(), True) if guard is None else guard.watch(state, batches, compute)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
@@ -168,13 +170,16 @@ def take_step(
         state.skipped_iterations += 1
     elif state.scheduler is not None:
         state.scheduler.step(increment=num_samples)
+    loss = next(iter(losses.values()))
+    # a number, or with Transformer Engine a tensor that is still on its way
+    norms = () if grad_norm is None else (torch.as_tensor(grad_norm, dtype=torch.float64),)
+    state.last_update = (loss, *norms) if updated else state.last_update
     return StepMetrics(
-        loss=next(iter(losses.values())),
+        loss=loss,
         losses=losses,
         num_tokens=computed.num_tokens,
         num_samples=num_samples,
-        # a number, or with Transformer Engine a tensor that is still on its way
-        grad_norm=None if grad_norm is None else torch.as_tensor(grad_norm, dtype=torch.float64),
+        grad_norm=norms[0] if norms else None,
         learning_rate=learning_rate,
         loss_scale=loss_scale,
         skipped=not updated,
@@ -235,7 +240,7 @@ def evaluating(state: TrainState) -> Generator[None]:
     """While inside, the model is in evaluation mode and holds the weights after the last step."""
     require_memory(state, "weights")
     training = [chunk.training for chunk in state.chunks]
-    with gathered_parameters(state.chunks, whole=False):
+    with usable(state.groups), gathered_parameters(state.chunks, whole=False):
         try:
             for chunk in state.chunks:
                 chunk.eval()

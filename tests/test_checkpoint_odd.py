@@ -57,6 +57,8 @@ def save_odd_positions(directory: str) -> list[str]:
     odd = [{"at": Path}, {"at": [gone]}, gone, {"at": dist.get_rank()}, numpy.arange(3)]
     failures = [failure_of(minloop.save_checkpoint, directory, state, Position(position)) for position in odd]
     failures += [failure_of(minloop.save_checkpoint, directory, state, keep_newest=kept) for kept in (1.5, True)]
+    state.iteration = dist.get_rank()
+    failures.append(failure_of(minloop.save_checkpoint, directory, state))
     assert not os.path.lexists(directory)  # found before anything is written
     state.iteration, state.optimizer.param_groups[0]["lr"] = numpy.int64(3), numpy.float64(0.5)  # pyright: ignore[reportAttributeAccessIssue]: a user's slip
     for position in ({"at": numpy.int64(7), "rates": [(numpy.float32(0.5), float("nan"))]}, [1, 2]):
@@ -72,11 +74,14 @@ def save_odd_positions(directory: str) -> list[str]:
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     failures, others = run_ranks(2, save_odd_positions, str(tmp_path / "run"))
     assert failures == others
-    known, local, lost, differs, array, half, truth = failures
+    known, local, lost, differs, array, half, truth, counted = failures
     assert "ValueError: loaders.train.at is a builtins.type: this could not be loaded again" in known
     assert "loaders.train.at[0] is a builtins.function" in local
     assert lost == "RuntimeError: on rank 1: OSError: the data are gone"
     assert "loaders.train.at: 0 on rank 0, 1 here" in differs
+    assert "into one state_dict of the loader" in differs
+    assert "iteration: 0 on rank 0, 1 here" in counted
+    assert counted.endswith("every rank takes the same steps, and sets the state's counters alike")
     assert "numpy.ndarray" in array
     assert "keep_newest=1.5: a whole number" in half
     assert "keep_newest=True" in truth

@@ -1,10 +1,11 @@
 """What a host that owns the loop builds on: steps in parts, per-token results, weights streamed, memory given back."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -131,6 +132,87 @@ def test_parts_out_of_order_are_refused() -> None:
     run_ranks(1, _misuse)
 
 
+def _entries(state: minloop.TrainState, directory: Path, batch: minloop.Batch) -> dict[str, Callable[[], Any]]:
+    """What reads or writes a state, by name."""
+    return {
+        "train": lambda: minloop.train_step(state, iter([batch]), num_microbatches=1),
+        "begin": lambda: minloop.begin_step(state),
+        "record": lambda: minloop.record_layout(state, iter([batch]), num_microbatches=1),
+        "save": lambda: minloop.save_checkpoint(directory / "refused", state),
+        "save weights": lambda: minloop.save_checkpoint(directory / "refused", state, weights_only=True),
+        "start": lambda: minloop.start_save(directory / "refused", state),
+        "load": lambda: minloop.load_checkpoint(directory, state),
+        "load weights": lambda: minloop.load_weights(directory, state),
+        "load full": lambda: minloop.load_full_parameters(state, []),
+        "offload": lambda: minloop.offload(state),
+        "evaluate": lambda: minloop.eval_step(state, [batch], num_microbatches=1),
+        "log-probabilities": lambda: minloop.token_logprobs(state, [batch]),
+        "check": lambda: minloop.check_replicas(state),
+        "full": lambda: minloop.full_weights(state),
+        "stream": lambda: next(minloop.named_full_parameters(state)),
+    }
+
+
+def _refuse(entries: dict[str, Callable[[], Any]], match: str, allowed: Collection[str] = ()) -> None:
+    for name, entry in entries.items():
+        if name not in allowed:
+            with pytest.raises(RuntimeError, match=match):
+                entry()
+
+
+def _at_the_wrong_time(directory: str) -> None:
+    state = small_state(ddp=ZERO1)
+    undisturbed = _state_on(state.groups, small_config(), ZERO1)
+    minloop.load_full_parameters(undisturbed, minloop.named_full_parameters(state))
+    loaders = [text_loader(one) for one in (state, undisturbed)]
+    batch = next(text_loader(state))
+    assert state.chunks[0].use_forward_hook
+    minloop.save_checkpoint(directory, state)
+    entries = _entries(state, Path(directory), batch)
+
+    def step_alike() -> None:
+        minloop.train_step(state, loaders[0], num_microbatches=2)
+        minloop.train_step(undisturbed, loaders[1], num_microbatches=2)
+
+    step_alike()
+    stream = minloop.named_full_parameters(state)
+    next(stream)
+    _refuse(entries, "a stream of this model's weights is open")
+    stream.close()
+    step_alike()
+    minloop.offload(state)
+    _refuse(entries, r"in host memory: call onload\(state\) first", {"offload"})
+    minloop.onload(state)
+    step_alike()
+
+    for one in (state, undisturbed):
+        minloop.begin_step(one)
+        minloop.forward_backward(one, [batch], num_microbatches=1)
+    reads = {"evaluate", "log-probabilities", "check", "full", "stream"}
+    _refuse(entries, "call finish_step first", reads)
+    with minloop.gathered_parameters(state.chunks), pytest.raises(RuntimeError, match="weights is open"):
+        minloop.finish_step(state)
+    for one in (state, undisturbed):
+        minloop.finish_step(one)
+
+    chunk = state.chunks[0]
+    with mock.patch.object(chunk, "start_param_sync", side_effect=RuntimeError("lost")):
+        _refuse(entries, "lost", {"train", "begin", "record", "offload"})
+    chunk.remove_forward_pre_hook_handles.popitem()[1].remove()  # mcore stops half-way
+    with pytest.raises(KeyError):
+        minloop.full_weights(state)
+    assert len(chunk.remove_forward_pre_hook_handles) == len(list(chunk.module.modules()))
+    step_alike()
+    ours, theirs = (minloop.named_full_parameters(one) for one in (state, undisturbed))
+    assert all(torch.equal(value, other) for (_, value), (_, other) in zip(ours, theirs, strict=True))
+    assert not (Path(directory) / "refused").exists()
+    minloop.shutdown_distributed()
+
+
+def test_what_comes_at_the_wrong_time_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+    run_ranks(2, _at_the_wrong_time, str(tmp_path))
+
+
 def _owned_twice() -> None:
     state = small_state()
     parts: tuple[Any, ...] = (state.chunks, state.optimizer, None, state.config, state.groups)
@@ -210,7 +292,7 @@ def _read_back(weights: list[dict[str, torch.Tensor]], options: dict[str, Any]) 
         minloop.load_full_parameters(state, [(first, torch.zeros(1, 1, 1))])
     with pytest.raises(ValueError, match=r"weights were not given, such as"):
         minloop.load_full_parameters(state, [(first, weights[0][first])])
-    minloop.load_full_parameters(state, weights[torch.distributed.get_rank()].items())
+    minloop.load_full_parameters(state, weights[torch.distributed.get_rank()])
     for name, value in minloop.named_full_parameters(state):
         assert torch.equal(value, weights[0][name]), name
     minloop.check_replicas(state)
@@ -251,6 +333,8 @@ def _off_and_on(options: dict[str, Any]) -> None:
         for _ in range(2):
             minloop.train_step(state, loader, num_microbatches=2)
         if moving:
+            with pytest.raises(ValueError, match="kinds='weights' is one string"):
+                minloop.offload(state, "weights")
             minloop.offload(state, ["gradients", "optimizer"])
             loss = minloop.eval_step(state, [next(loader)], num_microbatches=1).loss  # the weights are there
             weight = next(state.chunks[0].parameters())
@@ -306,6 +390,8 @@ def _on_some_ranks(layouts: list[dict[str, Any]]) -> list[list[tuple[float, floa
             names = [name for name, _ in minloop.named_full_parameters(state)]
             assert len(set(names)) == len(names) > 10
             assert bool(minloop.full_weights(state)) == (torch.distributed.get_rank() == 1)
+            with pytest.raises(ValueError, match=r"\[0\] are not among the model's, \[1, 2\]"):
+                next(minloop.named_full_parameters(state, ranks=[0, 1]))
             minloop.shutdown_distributed()
     assert torch.distributed.is_initialized()  # the host's
     torch.distributed.barrier()
@@ -337,6 +423,7 @@ SAVED: list[dict[str, Any]] = [{"tensor_model_parallel_size": 2}, {"pipeline_mod
 def _saved_on_some_ranks(directory: str) -> list[list[tuple[float, float]]]:
     """Ranks 2 and 0 of a host's three, in this order, train, save and go on; rank 1 is elsewhere until they have."""
     store: Any = torch.distributed.distributed_c10d._get_default_store()
+    minloop.shared_directory(f"{directory}/0")  # which rank 0 then holds, though rank 2 is to be the first that saves
     if torch.distributed.get_rank() == 1:
         store.wait(["done by rank 0", "done by rank 2"])
         return []

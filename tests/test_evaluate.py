@@ -78,6 +78,8 @@ def against_eval_steps() -> None:
         minloop.evaluate(state, {"text": [1]}, num_microbatches=2)  # pyright: ignore[reportArgumentType]  # as meant
     with pytest.raises(RuntimeError, match="the data ended"):
         minloop.evaluate(state, {"text": iter([next(text_loader(state))])}, num_microbatches=2)
+    with pytest.raises(RuntimeError, match=r"ended at iteration 1: it held 1 of the 2 .* wrap=True"):
+        minloop.train_step(state, iter([next(text_loader(state))]), num_microbatches=2)
     minloop.shutdown_distributed()
 
 

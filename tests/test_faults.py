@@ -4,6 +4,7 @@ import math
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ranks import run_ranks
 from small import SEQUENCE_LENGTH, small_state, text_loader
 
 import minloop
+from minloop.messages import logger
 
 COUNT = 2  # microbatches of 2 samples on each of 2 data parallel ranks
 
@@ -41,7 +43,7 @@ def with_second_loss(data: Any, model: Any) -> Any:
     return output, with_other
 
 
-def step(state: minloop.TrainState, loader: Any, guard: minloop.FaultGuard, **fault: Any) -> minloop.StepMetrics:
+def step(state: minloop.TrainState, loader: Any, guard: minloop.FaultGuard | None, **fault: Any) -> minloop.StepMetrics:
     options: dict[str, Any] = {"iteration": 0, **fault}
     forward_step = minloop.inject_fault(minloop.gpt_forward_step, state, **options)
     return minloop.train_step(state, loader, num_microbatches=COUNT, forward_step=forward_step, guard=guard)
@@ -87,6 +89,14 @@ def train_with_faults(directory: str) -> dict[str, Any]:
     seen["persistent"] = str(caught(state, loader, rerun, iteration=4, rank=1, times=None))
     with pytest.raises(minloop.FaultError, match=r"nan; on rank 1 on .*, microbatch 0 .*; rank 1 on .* 1 "):
         minloop.train_step(state, loader, num_microbatches=COUNT, forward_step=with_second_loss, guard=plain)
+
+    minloop.save_checkpoint(directory, state)
+    assert step(state, loader, None, iteration=4, rank=1, times=None).loss.isnan()  # without a guard weights are ruined
+    with mock.patch.object(logger, "warning") as warning:
+        minloop.save_checkpoint(directory, state, keep_newest=1)
+    assert warning.call_count == (dist.get_rank() == 0)
+    assert "pass guard=FaultGuard() to train_step" in str(warning.call_args) or dist.get_rank()
+    seen["checkpoints"] = sorted(path.name for path in Path(directory).glob("iter_*"))
     return seen
 
 
@@ -101,6 +111,7 @@ def test_a_fault_is_found_before_a_weight_changes(tmp_path: Path) -> None:
     assert "microbatch 0" in seen["persistent"]
     assert "microbatch 1" in seen["persistent"]
     assert "Computed again it came out so again" in seen["persistent"]
+    assert seen["checkpoints"] == [f"iter_000000{number}" for number in (2, 3, 4)], "the last good one was deleted"
 
 
 def train_in_stages() -> list[str]:

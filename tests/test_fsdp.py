@@ -2,14 +2,17 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from sameness_cases import MOE, RECIPE, SP
 from small import MICRO_BATCH_SIZE, small_config, small_state, text_loader, train
 
 import minloop
+from minloop import fsdp_checks
 
 STEPS, TOLERANCE = 20, 2e-6
 
@@ -210,7 +213,20 @@ def refusals() -> list[str]:
     expect(ValueError, minloop.full_gradients, state)
     expect(ValueError, minloop.begin_step, state)
     expect(ValueError, minloop.offload, state)
+    expect(ValueError, minloop.onload, state)
+    expect(ValueError, minloop.record_layout, state, text_loader(state), num_microbatches=1)
     minloop.shutdown_distributed()
+    config = small_config()
+    expect(
+        ValueError,
+        minloop.compare_layouts,
+        lambda config: small_state(config=config, ddp=megatron()),
+        config,
+        config,
+        text_loader,
+        global_batch_size=8,
+        micro_batch_size=2,
+    )
     expect(ValueError, small_state, ddp=TORCH, gpt={"share_embeddings_and_output_weights": True})
     offload = {
         "optimizer_cpu_offload": True,
@@ -220,6 +236,8 @@ def refusals() -> list[str]:
     expect(ValueError, small_state, ddp=megatron(), optimizer=offload)
     minloop.shutdown_distributed()
     expect(ValueError, small_state, ddp={"use_distributed_optimizer": True}, optimizer=offload)
+    minloop.shutdown_distributed()
+    expect(ValueError, small_state, ddp=megatron(), optimizer={"optimizer": "sgd"})
     minloop.shutdown_distributed()
     config = small_config()
     groups = minloop.init_distributed(config, seed=1)
@@ -240,10 +258,14 @@ def test_what_a_state_cannot_do_is_refused() -> None:
         (
             "full_gradients",
             "begin_step",
-            "offload",
+            "offload: use wrap_ddp: it does not know torch FSDP2",
+            "onload: use wrap_ddp",
+            "record_layout: train both from one checkpoint",
+            "compare_layouts: train both from one checkpoint",
             "torch FSDP2 with share_embeddings_and_output_weights=True",
             "optimizer_cpu_offload=True with wrap_fsdp",
             "optimizer_cpu_offload=True where there is no GPU",
+            "OptimizerConfig.optimizer 'sgd' with use_distributed_optimizer=True",
             "use_megatron_fsdp is False",
             "a TorchFullyShardedDataParallelConfig asks for torch FSDP2: use wrap_fsdp",
             "use_megatron_fsdp=True asks for Megatron FSDP: use wrap_fsdp",
@@ -274,6 +296,7 @@ def test_what_a_state_cannot_do_is_refused() -> None:
         ({}, TORCH | {"use_distributed_optimizer": True}, "torch FSDP2 with use_distributed_optimizer=True"),
         ({"gradient_accumulation_fusion": True}, TORCH, "torch FSDP2 with gradient_accumulation_fusion=True"),
         ({"fp16": True}, TORCH, "torch FSDP2 with fp16=True"),
+        ({}, TORCH | {"data_parallel_sharding_strategy": "optim"}, "torch FSDP2 with data_parallel_sharding_strategy"),
         ({"init_model_with_meta_device": True}, {}, "it is for wrap_fsdp with shards"),
         ({"init_model_with_meta_device": True}, megatron("no_shard"), "it is for wrap_fsdp with shards"),
         ({}, {"data_parallel_sharding_strategy": "optim"}, "use wrap_fsdp with use_megatron_fsdp=True"),
@@ -282,6 +305,46 @@ def test_what_a_state_cannot_do_is_refused() -> None:
 def test_mixes_are_refused_before_anything_is_built(model: dict[str, Any], ddp: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         minloop.build_ddp_config(small_config(**model), **ddp)
+
+
+@pytest.mark.parametrize(
+    ("model", "ddp", "message"),
+    [
+        ({"gradient_accumulation_fusion": True}, megatron(), "needs Transformer Engine, which is not installed"),
+        ({}, megatron(nccl_ub=True), "nccl_ub=True registers NCCL's buffers, and there is no GPU"),
+        ({}, {"nccl_ub": True}, "nccl_ub=True registers NCCL's buffers, and there is no GPU"),
+    ],
+)
+def test_what_the_machine_lacks_is_refused(
+    model: dict[str, Any], ddp: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp_checks, "HAVE_TE", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        minloop.build_ddp_config(small_config(**model), **ddp)
+
+
+def reduced_dtypes(ddp: dict[str, Any]) -> set[torch.dtype]:
+    seen: set[torch.dtype] = set()
+    reduce = dist.reduce_scatter_tensor
+
+    def spy(output: torch.Tensor, **options: Any) -> Any:
+        seen.add(output.dtype)
+        return reduce(output, **options)
+
+    state = small_state(num_layers=1, bf16=True, ddp=ddp)
+    with mock.patch.object(dist, "reduce_scatter_tensor", spy):
+        train(state, text_loader(state), 1)
+    minloop.shutdown_distributed()
+    return seen
+
+
+def dtypes_of_torch_fsdp() -> tuple[set[torch.dtype], set[torch.dtype]]:
+    return reduced_dtypes(TORCH), reduced_dtypes(TORCH | {"grad_reduce_in_fp32": False})
+
+
+def test_torch_fsdp_reduces_in_fp32_unless_told_otherwise() -> None:
+    assert run_ranks(2, dtypes_of_torch_fsdp)[0] == ({torch.float32}, {torch.bfloat16})
 
 
 @pytest.mark.gpu

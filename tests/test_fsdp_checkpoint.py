@@ -260,6 +260,40 @@ def test_layers_frozen_at_the_save_are_not_taken_for_trained_ones(tmp_path: Path
     assert len(same) > 60
 
 
+def freeze_and_go_on(directory: str, ddp: dict[str, Any], model: dict[str, Any]) -> list[bool]:
+    """Whether a state with a frozen layer goes on from its checkpoint, and is not taken for one that is trained."""
+    state = small_state(num_layers=2, ddp=ddp, build=with_a_frozen_layer, **model)
+    loader = text_loader(state)
+    train(state, loader, 1)
+    minloop.save_checkpoint(directory, state, loader)
+    expected = torch.tensor(train(state, loader, 1))
+    minloop.shutdown_distributed()
+    gone_on: list[bool] = []
+    for other in (ddp, ZERO1):
+        state = small_state(num_layers=2, seed=2, ddp=other, build=with_a_frozen_layer, **model)
+        loader = text_loader(state)
+        minloop.load_checkpoint(directory, state, loader)
+        gone_on.append(torch.allclose(torch.tensor(train(state, loader, 1)), expected, rtol=1e-6))
+        minloop.shutdown_distributed()
+    state = small_state(num_layers=2, ddp=ddp, **model)
+    with pytest.raises(ValueError, match=r"lacks .* all of the optimizer"):
+        minloop.load_checkpoint(directory, state)
+    minloop.shutdown_distributed()
+    return gone_on
+
+
+def freeze_each(directory: str) -> list[bool]:
+    gated: dict[str, Any] = {"gated_linear_unit": True, **BF16}
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), (ZERO1, {}), ({}, gated)]
+    return [same for number, kind in enumerate(kinds) for same in freeze_and_go_on(f"{directory}/{number}", *kind)]
+
+
+def test_layers_frozen_without_fsdp_leave_holes(tmp_path: Path) -> None:
+    for same in run_ranks(2, freeze_each, str(tmp_path)):
+        assert same == [True] * 6
+    assert minloop.verify_checkpoint(tmp_path / "0" / "iter_0000001") == []
+
+
 def load_what_does_not_fit(source: str) -> list[str]:
     said: list[str] = []
     for hidden_size, expected in ((64, "another architecture"), (32, "lacks .* tensors")):

@@ -26,8 +26,8 @@ from small import (
 from torch.utils.data import default_collate
 
 import minloop
+from minloop.checkpoint import content
 from minloop.checkpoint import megatron_lm as megatron_lm_side
-from minloop.checkpoint import save as saving
 
 MODEL = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
     --hidden-dropout 0.1 --attention-dropout 0.1 --untie-embeddings-and-output-weights"""
@@ -170,7 +170,7 @@ def test_ours_goes_on_from_megatron_lm(tmp_path: Path, case: str) -> None:
 def as_megatron_bridge_saves(directory: str) -> list[tuple[float, float]]:
     """By its documented structure: no content of minloop's nor arguments; counters and configs lie beside."""
     arguments = mock.patch.object(megatron_lm_side, "arguments", return_value=None)
-    with arguments, mock.patch.object(saving, "record", return_value={}):
+    with arguments, mock.patch.object(content, "record", return_value={}):
         return ours("", 3, save=directory, steps_after=2)
 
 

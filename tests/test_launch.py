@@ -1,6 +1,7 @@
 """Who a process is by its launcher's environment, torchrun's or srun's; and what a launcher can set against faults."""
 
 import os
+import socket
 from datetime import timedelta
 
 import pytest
@@ -8,6 +9,7 @@ from ranks import run_ranks
 from small import small_state, text_loader, train
 
 import minloop
+from minloop import launch
 from minloop.launch import LAUNCH_VARIABLES, Launch, find_launch, first_host
 
 SRUN = {
@@ -19,7 +21,7 @@ SRUN = {
 }
 
 
-def test_who_a_process_is() -> None:
+def test_who_a_process_is(caplog: pytest.LogCaptureFixture) -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
     assert find_launch({}) is None
     assert find_launch(SRUN) == Launch(5, 16, 1, "gpu07", 20_000 + 123456 * 8 % 10_000)
@@ -34,6 +36,12 @@ def test_who_a_process_is() -> None:
     for wrong in ({"SLURM_PROCID": "16"}, {"SLURM_NTASKS": "4(x2)"}, torchrun | {"RANK": "4"}, torchrun | {"RANK": ""}):
         with pytest.raises(RuntimeError, match=r"SLURM_PROCID is 16|SLURM_NTASKS is '4|RANK is 4 and|RANK is '', and"):
             find_launch(SRUN | wrong)
+    assert find_launch({"SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "gpu07"}) is None  # a batch script's own shell
+    for half in ({"SLURM_PROCID": "1"}, {"SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "gpu07"}):
+        with pytest.raises(RuntimeError, match="but not SLURM_NTASKS: this process would train alone"):
+            find_launch(half)
+    assert find_launch({"SLURM_NTASKS": "2"}) is None
+    assert "SLURM_NTASKS is 2 but there is no SLURM_PROCID" in caplog.text
     lists = {"a,b": "a", "r[1-2]n[03-04]": "r1n03", "n[1,3]-ib,x": "n1-ib", "node1": "node1"}
     assert {text: first_host(text) for text in lists} == lists
 
@@ -57,6 +65,14 @@ def train_as_torchrun_starts_it() -> list[tuple[float, float]]:
 def test_srun_starts_what_torchrun_does() -> None:
     expected = run_ranks(2, train_as_torchrun_starts_it)[0]
     assert run_ranks(2, train_as_srun_starts_it) == [(["MASTER_PORT"], expected)] * 2
+
+
+def test_a_port_that_another_program_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(RuntimeError, match=r"met no others at MASTER"):
+        launch.meet(Launch(1, 2, 1, "127.0.0.1", other.getsockname()[1]), timedelta(seconds=0.5))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 met no others at MASTER_ADDR nowhere.invalid, MASTER_PORT 7 "):
+        launch.meet(Launch(1, 2, 1, "nowhere.invalid", 7), timedelta(seconds=0.5))
 
 
 def test_what_nccl_is_told() -> None:

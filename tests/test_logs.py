@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import resource
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,13 +45,15 @@ def test_the_line_is_megatron_lms(caplog: pytest.LogCaptureFixture):
         write = logging.getLogger("run").info
         minloop.console_sink(train_iters=9, write=write)({"iteration": 3, "lm loss validation-a": 5.0})
         minloop.console_sink(train_iters=9, write=write)({"iteration": 3, "slowest": 2.0})
+    minloop.console_sink(train_samples=99, write=lines.append)(RECORD)
+    assert "] iteration        3 | consumed samples:           24/          99 | elapsed" in lines[1]
     assert caplog.messages == [
         " validation loss at iteration        3 | lm loss validation-a: 5.000000E+00 |",
         " iteration        3 | slowest: 2.000000E+00 |",
     ]
 
 
-def test_a_resumed_run_logs_every_iteration_once(tmp_path: Path):
+def test_a_resumed_run_logs_every_iteration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "logs" / "run.jsonl"
     first = minloop.jsonl_sink(path)
     for iteration in range(1, 5):
@@ -65,11 +69,65 @@ def test_a_resumed_run_logs_every_iteration_once(tmp_path: Path):
     assert [json.loads(line)["lm loss"] for line in superseded[:2]] == [5.0, None]
     assert superseded[2:] == ['{"iteration": 5, "lm']
 
+    monkeypatch.chdir(tmp_path)
+    elsewhere = minloop.jsonl_sink("here.jsonl")
+    monkeypatch.chdir("/")
+    elsewhere(RECORD)
+    assert (tmp_path / "here.jsonl").exists()
+
     foreign = tmp_path / "foreign"
     foreign.write_text("a diary\n")
     with pytest.raises(ValueError, match="foreign, line 1 is no record"):
         minloop.jsonl_sink(foreign)
     assert foreign.read_text() == "a diary\n"
+
+
+def test_a_broken_line_ends_neither_this_start_nor_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "run.jsonl"
+    sink = minloop.jsonl_sink(path)
+    sink(record(1))
+    with pytest.raises(ValueError, match=r"has no finite 'iteration'"):
+        sink({"lm loss": 5.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sink(record(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    sink(record(2))
+    lines = path.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2]
+
+    path.write_text(lines[0] + lines[0][:40] + lines[1] + lines[1] + '{"lm loss": 5.0}\n' + "\0\n" + lines[1][:9])
+    minloop.jsonl_sink(path, iteration=2)
+    assert path.read_text() == lines[0] + lines[1]
+    superseded = path.with_name("run.jsonl.superseded").read_text()
+    assert superseded == lines[0][:40] + lines[1] + '{"lm loss": 5.0}\n' + "\0\n" + lines[1][:9] + "\n"
+    assert caplog.messages == [f"{path}, line 2, 4, 5: no record with an iteration, moved to run.jsonl.superseded"]
+
+
+def test_two_runs_do_not_log_to_one_file(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    sinks = [minloop.jsonl_sink(path)]
+    sinks[0](record(3))
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+    hold += "print('process 7', file=file, flush=True); print('held', flush=True); input()"
+    command = [sys.executable, "-c", hold, f"{path}.lock"]
+    assert subprocess.run(command, capture_output=True).returncode == 1
+    sinks.append(minloop.jsonl_sink(path, iteration=3))  # the same run, which went back
+    sinks.pop(0)
+    assert path.open().read()
+    assert subprocess.run(command, capture_output=True).returncode == 1
+    sinks.clear()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(RuntimeError, match=r"another run writes into .*run\.jsonl: process 7"):
+            minloop.jsonl_sink(path)
+        assert len(path.read_text().splitlines()) == 1
+        other.communicate("\n")
+    minloop.jsonl_sink(path)(record(1))
 
 
 def test_tensorboard_has_megatron_lms_tags(tmp_path: Path):
@@ -89,6 +147,16 @@ def test_tensorboard_has_megatron_lms_tags(tmp_path: Path):
         minloop.tensorboard_sink(tmp_path)
 
 
+@pytest.mark.parametrize("value", ["0.5", None])
+def test_what_is_no_number_is_refused_by_its_name(tmp_path: Path, value: Any):
+    sinks = [minloop.console_sink(), minloop.jsonl_sink(tmp_path / "log"), minloop.tensorboard_sink(tmp_path)]
+    for name, sink in zip(("console_sink", "jsonl_sink", "tensorboard_sink"), sinks, strict=True):
+        with pytest.raises(ValueError, match=f"{name}: 'mine' of the record is {value!r}"):
+            sink(RECORD | {"mine": value})
+    with pytest.raises(ValueError, match=r"wandb_sink\(.*\): give it the run that wandb.init"):
+        minloop.wandb_sink(value)
+
+
 def test_weights_and_biases_gets_the_iteration_as_step():
     run = mock.Mock()
     minloop.wandb_sink(run)(RECORD)
@@ -104,6 +172,9 @@ def test_a_bar_is_drawn_on_a_terminal_only(capsys: pytest.CaptureFixture[str]):
             sink(RECORD)
         said = capsys.readouterr().err
         assert ("3/9" in said and "lm loss 5.25" in said) if terminal else not said
+        with stderr, minloop.progress_bar(train_samples=99) as sink:
+            sink(RECORD)
+        assert ("24/99" in capsys.readouterr().err) is terminal
 
 
 def timed() -> tuple[dict[str, float], dict[str, float], int]:

@@ -1,17 +1,22 @@
 """examples/long_run.py, killed under torchrun: it ends with the same bits; how a dead and a hanging rank end a run."""
 
 import importlib
+import os
+import signal
 import sys
 import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from ranks import RankError, run_ranks
 from small import small_state, text_loader, train
+
+import minloop
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks and examples are no part of the package
 
@@ -22,9 +27,13 @@ BOUND = 30.0  # seconds in which all ranks end once one has died
 OPTIONS: dict[str, Any] = {"train_iters": 40, "num_files": 40, "save_interval": 5, "eval_interval": 10}
 
 
-def undisturbed(directory: str) -> int:
+def long_run(**options: Any) -> int:
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    return importlib.import_module("long_run").main(directory=directory, **OPTIONS)
+    return importlib.import_module("long_run").main(**options)
+
+
+def undisturbed(directory: str) -> int:
+    return long_run(directory=directory, **OPTIONS)
 
 
 def test_killed_twice_it_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -52,6 +61,23 @@ def test_killed_twice_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert records == expected
     assert len(records) == 44
     assert weights == weights_expected
+
+
+def stopped_twice(directory: str) -> int:
+    """Stopped after its first step; SIGTERM comes once more where the last save is waited for."""
+    shut_down = minloop.shutdown_distributed
+
+    def shut_down_slowly() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        shut_down()
+
+    with mock.patch.object(minloop, "shutdown_distributed", shut_down_slowly):
+        return long_run(directory=directory, exit_duration_in_mins=1e-6, **OPTIONS)
+
+
+def test_a_second_signal_does_not_lose_the_last_save(tmp_path: Path) -> None:
+    assert run_ranks(1, stopped_twice, str(tmp_path)) == [1]
+    assert minloop.latest_checkpoint(tmp_path) == tmp_path / "iter_0000001"
 
 
 def hang() -> None:

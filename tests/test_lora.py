@@ -13,6 +13,8 @@ import minloop
 from minloop.embedding.lora import COLUMN, NORMED, LoRA
 
 ADAPTERS = ["*_lora.*"]
+ZERO1 = {"use_distributed_optimizer": True}
+FSDP2 = {"reshard_after_forward": True}
 
 
 def _adapted(directory: str | None = None, **options: Any) -> minloop.TrainState:
@@ -59,6 +61,7 @@ def test_only_adapters_train_and_alike_in_every_layout(tmp_path: Path) -> None:
     ((expected, weights),) = run_ranks(1, _train, str(tmp_path), {})
     assert expected[-1][0] < expected[0][0]
     for options in (
+        {"ddp": {"use_distributed_optimizer": True}},  # which gathers weights as each module is called
         {"tensor_model_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "ddp": {"use_distributed_optimizer": True}},
         {
@@ -99,10 +102,73 @@ def _merge_and_load(directory: str) -> None:
     minloop.load_checkpoint(saved, other)
     torch.testing.assert_close(minloop.forward_logits(other, tokens), adapted, rtol=1e-5, atol=1e-5)
     minloop.shutdown_distributed()
+    _load_without(saved, tokens, base)
+
+
+def _load_without(saved: Path, tokens: torch.Tensor, base: torch.Tensor) -> None:
+    """Adapters are left out on purpose, or not at all."""
+    fewer: dict[str, Any] = {"gpt": {"before_wrapping": minloop.lora(rank=4, targets=["linear_qkv"])}}
+    layouts: list[dict[str, Any]] = [{"pipeline_model_parallel_size": 2}, {"ddp": {"use_distributed_optimizer": True}}]
+    for options, lost in ((fewer, 6), (dict[str, Any](), 8)):
+        for layout in layouts:
+            state = small_state(gated_linear_unit=True, seed=9, **options, **layout)
+            message = rf"holds {lost} tensors of LoRA's adapters that this model lacks: .*linear_fc1_lora.*merge_lora"
+            for load in (minloop.load_checkpoint, minloop.load_weights):
+                with pytest.raises(ValueError, match=message):
+                    load(saved, state)
+            with pytest.raises(ValueError, match=message):
+                minloop.load_checkpoint(saved, state, weights_only=True)
+            if not options:
+                minloop.load_weights(saved, state, skip=ADAPTERS)
+                torch.testing.assert_close(minloop.forward_logits(state, tokens), base, rtol=1e-5, atol=1e-5)
+            minloop.shutdown_distributed()
 
 
 def test_adapters_are_merged_saved_and_loaded(tmp_path: Path) -> None:
     run_ranks(2, _merge_and_load, str(tmp_path))
+
+
+def _merged_after_training(directory: str, options: dict[str, Any]) -> None:
+    state = _adapted(lr=0.1, **options)
+    train(state, text_loader(state), 2)  # with ZeRO-1 each rank knows its part of the update alone
+    minloop.merge_lora(state.chunks)
+    minloop.check_replicas(state)
+    tokens = torch.arange(64).reshape(2, 32) % VOCAB_SIZE
+    merged = minloop.forward_logits(state, tokens)
+    batch = next(text_loader(state))
+    for refused in (
+        lambda: minloop.train_step(state, iter([batch]), num_microbatches=1),
+        lambda: minloop.save_checkpoint(directory, state),
+        lambda: minloop.load_checkpoint(directory, state),
+    ):
+        with pytest.raises(RuntimeError, match="merge_lora took the adapters"):
+            refused()
+    saved = None
+    if "reshard_after_forward" in options.get("ddp", {}):
+        with pytest.raises(ValueError, match=r"weights_only=True\): give the weights to a new state"):
+            minloop.save_checkpoint(directory, state, weights_only=True)
+    else:
+        saved = minloop.save_checkpoint(directory, state, weights_only=True)
+    other = small_state(seed=9, gated_linear_unit=True, **options)
+    minloop.load_full_parameters(other, minloop.named_full_parameters(state))
+    assert torch.equal(minloop.forward_logits(other, tokens), merged)
+    minloop.shutdown_distributed()
+    if saved is None:
+        return
+    other = small_state(seed=9, gated_linear_unit=True, **options)
+    with pytest.raises(ValueError, match=r"weights_only=True\) begins with a new one"):
+        minloop.load_checkpoint(saved, other)
+    minloop.load_checkpoint(saved, other, weights_only=True)
+    assert torch.equal(minloop.forward_logits(other, tokens), merged)
+    train(other, text_loader(other), 1)
+    minloop.shutdown_distributed()
+
+
+@pytest.mark.parametrize(
+    "options", [{"ddp": ZERO1}, {"ddp": ZERO1, "tensor_model_parallel_size": 2}, {}, {"ddp": FSDP2}]
+)
+def test_adapters_are_merged_after_training(tmp_path: Path, options: dict[str, Any]) -> None:
+    run_ranks(2, _merged_after_training, str(tmp_path), options)
 
 
 def _refusals() -> None:

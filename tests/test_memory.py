@@ -175,6 +175,26 @@ def test_what_fully_sharded_states_keep() -> None:
         assert expected == pytest.approx(real, rel=0.02)
 
 
+def _of_replicas(**ddp: Any) -> minloop.MemoryEstimate:
+    config = minloop.build_config(num_layers=2, hidden_size=64, num_attention_heads=4, bf16=True)
+    ddp_config = minloop.build_ddp_config(config, use_megatron_fsdp=True, **ddp)
+    options: dict[str, Any] = {"vocab_size": 512, "sequence_length": 64, "micro_batch_size": 1, "world_size": 8}
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=1.0)
+    return minloop.estimate_memory(config, ddp_config, optimizer_config, **options)
+
+
+def test_replicas_share_what_they_divide() -> None:
+    twice: dict[str, Any] = {"num_distributed_optimizer_instances": 2}
+    one, two, outer = _of_replicas(), _of_replicas(**twice), _of_replicas(outer_dp_sharding_strategy="optim", **twice)
+    assert (two.weights, outer.weights) == pytest.approx((2 * one.weights,) * 2, rel=1e-3)
+    assert (two.optimizer, outer.optimizer) == pytest.approx((2 * one.optimizer, one.optimizer), rel=1e-3)
+    with pytest.raises(ValueError, match=r"num_distributed_optimizer_instances \(3\) does not divide the 8 data"):
+        _of_replicas(num_distributed_optimizer_instances=3)
+    # gradients of a whole model wait for their reduction, and no more
+    unsharded = _of_replicas(data_parallel_sharding_strategy="no_shard")
+    assert _of_replicas(data_parallel_sharding_strategy="optim_grads").layers <= unsharded.gradients
+
+
 @pytest.mark.filterwarnings("ignore:Transformer Engine cross entropy")
 def test_what_saves_memory_saves_it() -> None:
     config = llama(16)

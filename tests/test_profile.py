@@ -1,6 +1,7 @@
 """Profiles: of the steps and on the ranks that were asked, and of no others."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,30 @@ def never_profiled(directory: str) -> None:
     with minloop.profiled_steps(state, directory, steps=range(100, 102)) as before_step:
         before_step()
         train(state, text_loader(state), 1)
+    state.iteration = 60
+    with minloop.profiled_steps(state, directory, steps=range(50, 52)) as before_step:  # an earlier process did
+        before_step()
+    with pytest.raises(ValueError, match=r"ranks \[1\] are none of this run's, which are 0 to 0"):
+        minloop.profiled_steps(state, directory, steps=range(9), ranks=[0, 1]).__enter__()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with minloop.profiled_steps(state, directory, steps=range(60, 61)) as before_step:
+        before_step()
+        train(state, text_loader(state), 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # what a full disk is to the files
+        before_step()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        train(state, text_loader(state), 1)
     minloop.shutdown_distributed()
 
 
-def test_steps_that_never_came_are_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_a_profile_that_does_not_come_about_is_said_and_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     run_ranks(1, never_profiled, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
-    assert "nothing was profiled: the run came by no step of range(100, 102)" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert "nothing was profiled: the run came by no step of range(100, 102)" in said.out + said.err
+    assert "range(50, 52)" not in said.out + said.err
+    for name in ("rank0.trace.json", "rank0.kernels.txt"):
+        assert f"{name} could not be written, training goes on without it: " in said.out + said.err
 
 
 def on_a_gpu(directory: str) -> dict[str, float]:

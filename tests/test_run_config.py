@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ranks import run_ranks
 from small import small_config, small_state
 
 import minloop
+from minloop.checkpoint import run_config
 
 BLOCK = {
     "attention": {"num_query_groups": 2, "no_op": False, "replace_with_linear": False},
@@ -177,6 +179,30 @@ def test_fields_that_differ_are_named_when_tensors_are_lacking(tmp_path: Path) -
     (message,) = run_ranks(1, load, str(tmp_path), **experts, moe_layer_freq=[1, 0, 0, 1])
     assert "tensors" in message
     assert "The configs differ in moe_layer_freq: [0, 0, 0, 1] saved, [1, 0, 0, 1] here" in message
+
+
+def save_with_schedule(directory: str, lr: float, lengths: list[dict[str, int]]) -> list[str]:
+    """Save in one layout with the first schedule, load in another one with each; what is said of it."""
+    state = small_state(lr=lr, scheduler=lengths[0], tensor_model_parallel_size=2)
+    minloop.save_checkpoint(directory, state)
+    minloop.shutdown_distributed()
+    with mock.patch.object(run_config, "say_once") as say:
+        for length in lengths:
+            lr = lr if length is lengths[0] else 2 * lr
+            minloop.load_checkpoint(
+                directory, small_state(lr=lr, scheduler=length, ddp={"use_distributed_optimizer": True})
+            )
+    minloop.shutdown_distributed()
+    return [call.args[0] for call in say.call_args_list]
+
+
+def test_a_run_that_goes_on_with_other_settings_says_so(tmp_path: Path) -> None:
+    said, others = run_ranks(2, save_with_schedule, str(tmp_path), 1e-3, [{"train_iters": 10}, {"train_iters": 20}])
+    assert said == [
+        "iter_0000000 was saved with other settings (saved → now, and those of now hold): lr: 0.001 → 0.002, "
+        "lr_decay_steps: 80 → 160, wd_incr_steps: 80 → 160"
+    ]
+    assert others == []
 
 
 def test_megatron_bridge_finds_its_files(tmp_path: Path) -> None:

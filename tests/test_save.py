@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import random
 import resource
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from ranks import RankError, run_ranks
-from small import small_state, text_loader, train
+from small import small_config, small_state, text_loader, train
 
 import minloop
 from minloop import disk
@@ -146,10 +147,15 @@ def save_in_trouble(directory: str) -> list[str]:
 
     with full_disk():
         failures = [failure_of(save), failure_of(minloop.start_save(directory, state).wait)]
+    said: list[logging.LogRecord] = []
+    logger = logging.getLogger("minloop")
+    logger.addFilter(lambda record: said.append(record) or True)
     with full_disk():
         unasked = minloop.start_save(directory, state)
         while not unasked.done():
             pass
+    assert [record.levelname for record in said] == ["ERROR"] * (dist.get_rank() == 0)  # though nobody has asked
+    assert all("iter_0000001 was not saved: on rank 1: OSError" in record.getMessage() for record in said)
     failures.append(failure_of(save))
     with writers_do(before=remove):
         failures.append(failure_of(save))
@@ -193,7 +199,15 @@ def save_and_die(directory: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def start_in(directory: str) -> None:
+    minloop.init_distributed(small_config(**LAYOUT), seed=1)
+    minloop.shared_directory(directory)
+    minloop.shutdown_distributed()
+
+
 def free_after_shutdown(directory: str) -> tuple[bool, bool]:
+    start_in(directory)
+    assert can_lock(directory)
     minloop.save_checkpoint(directory, small_state(**LAYOUT))
     during = can_lock(directory)
     minloop.shutdown_distributed()
@@ -212,13 +226,34 @@ def test_two_runs_do_not_save_into_one_directory(tmp_path: Path) -> None:
         held.write("process 7 on node13")
         held.flush()
         fcntl.lockf(held, fcntl.LOCK_EX)
-        with pytest.raises(RankError, match=r"another run writes into .*: process 7 on node13 holds its lock") as error:
-            run_ranks(2, save_into, str(tmp_path))
-        assert "rank 0 failed" in str(error.value)
-        assert "rank 1 failed" in str(error.value)
+        for attempt in (start_in, save_into):
+            match = r"another run writes into .*: process 7 on node13 holds its lock"
+            with pytest.raises(RankError, match=match) as error:
+                run_ranks(2, attempt, str(tmp_path))
+            assert "rank 0 failed" in str(error.value)
+            assert "rank 1 failed" in str(error.value)
     with pytest.raises(RankError, match="exit code -9"):  # the lock's file still names process 7
         run_ranks(1, save_and_die, str(tmp_path))
     assert run_ranks(1, free_after_shutdown, str(tmp_path)) == [(False, True)]
+
+
+def removed_meanwhile(directory: str) -> tuple[str, str]:
+    state = small_state(**LAYOUT)
+    assert minloop.shared_directory(directory) == minloop.shared_directory(directory)
+    minloop.save_checkpoint(directory, state)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert not can_lock(directory)
+        shutil.rmtree(directory)
+    failures = [failure_of(lambda: minloop.save_checkpoint(directory, state)) for _ in range(2)]
+    assert not Path(directory).exists()
+    minloop.shutdown_distributed()
+    return failures[0], failures[1]
+
+
+def test_a_run_is_told_that_its_checkpoints_were_removed(tmp_path: Path) -> None:
+    for failures in run_ranks(2, removed_meanwhile, str(tmp_path / "run")):
+        assert all("/run was removed or replaced while this run used it" in failure for failure in failures), failures
 
 
 def keep(directory: str) -> list[list[str]]:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -56,15 +57,17 @@ def intervals_and_durations() -> list[str | None]:
 
 def test_intervals_and_durations_are_agreed() -> None:
     interval, duration = "iteration 6 is a multiple of exit_interval (3)", "exit_duration_in_mins (1) reached"
+    with minloop.stop_signals(signals=()) as stop, pytest.raises(ValueError, match=r"in_mins \(0\) must be positive"):
+        stop.exit_reason(mock.Mock(), exit_duration_in_mins=0)
     assert run_ranks(2, intervals_and_durations) == [[None, interval, duration, None]] * 2
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with minloop.stop_signals() as stop:
+    with minloop.stop_signals() as outer, minloop.stop_signals() as stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
-            assert stop.received is signal.SIGTERM
+            assert stop.received is outer.received is signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

@@ -25,8 +25,9 @@ class PendingSave:
     """A save under way in the background, from `start_save`; at most one in a process.
 
     It commits itself when all ranks have written, without any of them asking; a process that ends normally ends after
-    it. On the CPU or with a GPU it is a thread of this process, which runs no CUDA, and whose collectives are on a gloo
-    group of their own.
+    it. If it fails, one rank logs an ERROR at once, and `wait`, the next save or `shutdown_distributed` raises: a
+    process that calls none of them ends with exit code 0 all the same, as no thread can change that. On the CPU or with
+    a GPU it is a thread of this process, which runs no CUDA, and whose collectives are on a gloo group of their own.
 
     Attributes:
         directory: where the checkpoint will be.

@@ -1,8 +1,12 @@
 """How a checkpoint comes to its name and old ones go: at every instant `latest_checkpoint` finds a complete one."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+import torch
 
 from minloop.checkpoint.directory import REPLACED, TRACKER, UNFINISHED, complete_checkpoints, missing_parts
 from minloop.checkpoint.megatron_bridge import LATEST_TRAIN_STATE, TRAIN_STATE
@@ -17,9 +21,8 @@ def begin(final: Path) -> Path:
 
     Raises:
         OSError: the place cannot be written.
-        RuntimeError: another run writes there.
+        RuntimeError: another run writes there, or the directory was removed since this one did.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
     hold(final.parent)
     for leftover in final.parent.glob("iter_*"):
         if leftover.name.endswith((UNFINISHED, DELETED)):
@@ -78,6 +81,22 @@ class Retention:
                 raise ValueError(f"{name}={value!r}: a whole number of at least 1, or None to keep all")
         if self.keep_every is not None and self.keep_newest is None:
             raise ValueError(f"keep_every={self.keep_every} without keep_newest: nothing would be deleted; set both")
+
+    def after_update(self, iteration: int, *values: torch.Tensor) -> Self:
+        """What holds after an update whose loss and gradient norm were `values`: if one is NaN or Inf, keep all.
+
+        Weights that it has ruined are no reason to delete good ones. Waits for the GPU, as the save does anyway.
+        """
+        if all(math.isfinite(value) for value in values):
+            return self
+        logger.warning(
+            "iteration %d: loss and gradient norm of the last update were %s: weights saved now may be ruined, and no "
+            "earlier checkpoint is deleted. Go back to one, and pass guard=FaultGuard() to train_step: it stops before "
+            "a weight changes",
+            iteration,
+            ", ".join(f"{float(value):g}" for value in values),
+        )
+        return type(self)()
 
     def apply(self, checkpoints: Path, iteration: int) -> None:
         """After the checkpoint of `iteration` is committed, delete complete older ones beyond what is to be kept.

@@ -4,6 +4,7 @@ Key names are Megatron-LM's (model or model0, model1, …; optimizer; opt_param_
 has no name for lies under "minloop".
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,9 +15,10 @@ from megatron.core.transformer import MegatronModule
 
 from minloop.architecture import unwrapped
 from minloop.checkpoint.flat_ranges import FULLY_RESHARDABLE
+from minloop.checkpoint.holes import allow_holes
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, agree_on_nothing, mended_distributed_optimizers
 from minloop.messages import without_log_lines
-from minloop.state import TrainState, require_memory
+from minloop.state import TrainState
 
 ARCHITECTURE_FIELDS = (
     "num_layers",
@@ -79,6 +81,22 @@ def optimizer_kind(state: TrainState) -> str:
     return "float16" if state.config.bf16 or state.config.fp16 else "fp32"
 
 
+def record(state: TrainState, loaders: Mapping[str, Any]) -> dict[str, Any]:
+    """What minloop stores of itself: plain numbers and strings, equal on every rank.
+
+    Args:
+        loaders: by name, which know their positions.
+    """
+    return {
+        "architecture": architecture(state),
+        "layout": layout(state),
+        "optimizer_kind": optimizer_kind(state),
+        "consumed_samples": state.consumed_samples,
+        "skipped_iterations": state.skipped_iterations,
+        "loaders": {name: loader.state_dict() for name, loader in loaders.items()},
+    }
+
+
 def save_metadata(state: TrainState) -> dict[str, Any]:
     """mcore's switches for the form of a checkpoint; stored with it, since loading needs the same.
 
@@ -92,7 +110,6 @@ def save_metadata(state: TrainState) -> dict[str, Any]:
 
 def model_state(state: TrainState, metadata: dict[str, Any]) -> dict[str, Any]:
     """mcore's sharded state dict of the chunks, under the names Megatron-LM gives them."""
-    require_memory(state)
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
     states = [model.sharded_state_dict(metadata=metadata) for model in unwrapped_models(state)]
     return dict(zip(model_keys(state), states, strict=True))
@@ -126,6 +143,8 @@ def optimizer_state(
     ):
         content = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     agree_on_nothing(state, content, optimizer_kind(state))
+    if not is_loading:
+        allow_holes(content)
     return content
 
 

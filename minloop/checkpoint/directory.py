@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from minloop.checkpoint.agreement import agreed, from_first_rank
 from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
-from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_checkpoint
+from minloop.checkpoint.reading import EARLIER, CheckpointError, SavedCheckpoint, read_checkpoint
 from minloop.checkpoint.shared import require_same_checkpoint, require_seen_by_first
 from minloop.disk import mark_in_use
 from minloop.messages import say_once
@@ -164,7 +164,7 @@ def open_checkpoint(checkpoint: str | Path, verify: bool | None) -> SavedCheckpo
                 return read_checkpoint(path)
         if len(found) > 1:
             say_passed_over(path, faults, found[number + 1 :])
-    raise CheckpointError("; ".join([*faults[:5], "load an earlier checkpoint"]))
+    raise CheckpointError("; ".join([*(fault.removesuffix(f"; {EARLIER}") for fault in faults[:5]), EARLIER]))
 
 
 def _shared_content_faults(path: Path, *, without_digest: bool) -> list[str]:

@@ -15,13 +15,13 @@ from minloop.checkpoint.fully_sharded_state import is_fully_sharded
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, adapt_template, adapt_weights, load_optimizer
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.records import wrong_progress
-from minloop.checkpoint.run_config import differing_fields
+from minloop.checkpoint.run_config import differing_fields, say_other_settings
 from minloop.checkpoint.save import Loaders, Positioned, named_loaders
 from minloop.checkpoint.tensors import read_tensors
 from minloop.data_parallel import gathered_parameters, take_over_weights
 from minloop.groups import as_the_world
 from minloop.messages import say_once
-from minloop.state import TrainState
+from minloop.state import TrainState, require_between_steps, require_optimizer
 
 
 def load_checkpoint(
@@ -34,10 +34,10 @@ def load_checkpoint(
 ) -> Path:
     """Restore weights, optimizer, schedule, counters, random streams and data position, whatever the layout of `state`.
 
-    Every rank calls it. The layout, the kind of data parallelism (DDP, ZeRO-1, Megatron FSDP, torch FSDP2) and the
-    number of ranks may differ from those saved. Learning rate, schedule and other settings are those of `state`; the
-    schedule goes on from the saved position, so that a run is extended by building a longer one. Random streams belong
-    to a layout: in another one they are left as they are, which is said once if there is dropout to draw from them.
+    Every rank calls it, between steps. Layout, data parallelism (DDP, ZeRO-1, Megatron FSDP, torch FSDP2) and number of
+    ranks may differ from those saved. Learning rate, schedule and other settings are those of `state`, what
+    differs is said; the schedule goes on from the saved position: to extend a run build a longer one. Random streams
+    belong to a layout: in another one they are left as they are, which is said once if dropout would draw from them.
 
     What is wrong with a checkpoint is raised on every rank, and before `state` is touched, but for contents that were
     not verified. Nothing that the files hold is executed: folders of strangers can be loaded.
@@ -46,8 +46,7 @@ def load_checkpoint(
         checkpoint: a checkpoint's directory, or the directory of a run's checkpoints: then the newest complete one, or,
             if that is damaged, the one before it, which is said.
         loader: the loader or loaders to position, as in `save_checkpoint`.
-        weights_only: load the weights and nothing else, to begin another training from them; counters stay at zero.
-            For weights that fit in part see `load_weights`.
+        weights_only: load nothing else, to begin another training; of weights that fit in part see `load_weights`.
         verify: read all files and compare their contents before anything is loaded: True always, None those whose
             digests were saved, False none. Names and sizes are compared in any case.
     Returns:
@@ -55,9 +54,10 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: no complete checkpoint there.
         CheckpointError: a file is damaged, of another format, or holds more than plain data.
-        ValueError: the checkpoint is of another architecture, lacks tensors of this state, or holds no position of a
-            loader, or one in other data; the message names the fields.
+        ValueError: the checkpoint is of another architecture, lacks tensors of this state, holds LoRA's adapters that
+            it lacks, or no position of a loader, or one in other data; the message names the fields.
     """
+    (require_between_steps if weights_only else require_optimizer)(state)
     with as_the_world(state.groups):
         opened, loaders = open_checkpoint(checkpoint, verify), named_loaders(loader)
         saved: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def _load(opened: SavedCheckpoint, saved: dict[str, Any], state: TrainState, wei
             load_optimizer(state, loaded["optimizer"], opened.common.get("optimizer"), kind, saved_kind)
     if not weights_only:
         with agreed():
-            _restore_the_rest(state, loaded, saved)
+            _restore_rest(opened, state, loaded, saved)
 
 
 def _load_fully_sharded(
@@ -102,7 +102,7 @@ def _load_fully_sharded(
     if saved_kind is not None:
         fully_sharded_state.set_step(state, opened.common.get("optimizer"))
         with agreed():
-            _restore_the_rest(state, loaded, saved)
+            _restore_rest(opened, state, loaded, saved)
 
 
 def content_metadata(opened: SavedCheckpoint, state: TrainState) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def _positioned(source: Path, saved: dict[str, Any], loaders: Mapping[str, Posit
         raise
 
 
-def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
-    state.iteration = loaded["iteration"]
+def _restore_rest(opened: SavedCheckpoint, state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
+    state.iteration, state.last_update = loaded["iteration"], ()
     state.consumed_samples = saved.get("consumed_samples", 0)
     state.skipped_iterations = saved.get("skipped_iterations", 0)
     if state.scheduler is not None:
@@ -238,6 +238,7 @@ def _restore_the_rest(state: TrainState, loaded: dict[str, Any], saved: dict[str
         state.scheduler.load_state_dict(state.scheduler.state_dict() | loaded["opt_param_scheduler"])
     elif state.scheduler is not None:  # saved without a schedule: go to where this one would be by now
         state.scheduler.step(increment=state.consumed_samples)
+    say_other_settings(opened, state)
     streams = loaded.get("rng_state")
     if isinstance(streams, list):
         streams = megatron_lm.own_streams(cast("list[dict[str, Any]]", streams), state)

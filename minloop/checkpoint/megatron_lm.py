@@ -102,7 +102,7 @@ def own_streams(loaded: list[dict[str, Any]], state: TrainState) -> dict[str, An
 
 
 def record(opened: SavedCheckpoint, state: TrainState) -> dict[str, Any]:
-    """What minloop would have stored of itself (see `save.record`), from a checkpoint of Megatron-LM or -Bridge.
+    """What minloop would have stored of itself (see `content.record`), from a checkpoint of Megatron-LM or -Bridge.
 
     Their data position is the number of samples consumed, in whatever data the loader has.
     """

@@ -20,11 +20,11 @@ from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.directory import open_checkpoint
 from minloop.checkpoint.load import architecture_differences, content_metadata, put_into_models
 from minloop.checkpoint.reading import SavedCheckpoint
-from minloop.checkpoint.tensors import matches, read_tensors
+from minloop.checkpoint.tensors import matches, read_tensors, saved_adapters
 from minloop.data_parallel import gathered_parameters, take_over_weights
 from minloop.groups import as_the_world
 from minloop.messages import say_once
-from minloop.state import TrainState
+from minloop.state import TrainState, require_between_steps
 
 
 def load_weights(
@@ -48,7 +48,8 @@ def load_weights(
     Args:
         rename: beginnings of names in this model, and what the checkpoint has in their place:
             {"decoder.": "language_model.decoder."}. The longest that fits counts.
-        skip: weights of this model that are not loaded even if they are there.
+        skip: weights of this model that are not loaded even if they are there; and LoRA's adapters in the checkpoint
+            that this model has no place for, ("*_lora.*",), which are refused otherwise.
         allow_missing: weights of this model that keep their values if the checkpoint lacks them.
         resize: weights of this model that may be larger or smaller in the checkpoint. What both have (the first rows of
             a vocabulary, the first layers) is loaded, and the rest keeps its values:
@@ -58,8 +59,10 @@ def load_weights(
         The directory loaded.
     Raises:
         FileNotFoundError, CheckpointError: as in `load_checkpoint`.
-        ValueError: weights lack or differ in shape beyond what the map allows, or a pattern of it fits no weight.
+        ValueError: weights lack or differ in shape beyond what the map allows, a pattern of it fits no weight, or
+            adapters of the checkpoint would be left out.
     """
+    require_between_steps(state)
     with as_the_world(state.groups):
         opened = open_checkpoint(checkpoint, verify)
         differences = architecture_differences(opened.common.get("minloop", {}), state)
@@ -70,7 +73,7 @@ def load_weights(
                 for key in content.model_keys(state):
                     dict_list_map_inplace(chosen.apply, template[key])
             chosen.check_and_say()
-            put_into_models(state, read_tensors(opened, template, chosen.resized))
+            put_into_models(state, read_tensors(opened, template, chosen.resized, skip=skip))
             take_over_weights(state.chunks, state.optimizer)
         return opened.path
 
@@ -121,7 +124,8 @@ class _Map:
         dist.all_gather_object(gathered, (self.names, self.left))
         names, left = (set[str]().union(*(part[index] for part in gathered)) for index in (0, 1))
         patterns = [*(prefix + "*" for prefix in self.rename), *self.skip, *self.allow_missing, *self.resize]
-        if idle := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in names)]:
+        fitting = names | saved_adapters(self.opened)
+        if idle := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in fitting)]:
             raise ValueError(
                 f"no weight of this model is called {', '.join(idle)}; there are {', '.join(sorted(names))}"
             )

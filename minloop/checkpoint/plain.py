@@ -30,9 +30,15 @@ def check_same(value: dict[str, Any]) -> None:
     first = from_first_rank(lambda: value)
     with agreed():
         if differing := [*_differences(first, value, "")]:
+            loaders = all(path.startswith("loaders.") for path in differing)
+            remedy = (
+                "gather what each rank has into one state_dict of the loader"
+                if loaders
+                else "every rank takes the same steps, and sets the state's counters alike"
+            )
             raise ValueError(
                 f"{'; '.join(differing[:5])}: a checkpoint holds one value for all ranks, so these must be equal; "
-                "gather what each rank has into one state_dict of the loader"
+                f"{remedy}"
             )
 
 

@@ -10,11 +10,17 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.transformer import TransformerConfig
 
 from minloop.checkpoint import content
+from minloop.checkpoint.agreement import is_first
 from minloop.checkpoint.config_nodes import decode, encode
+from minloop.checkpoint.reading import SavedCheckpoint
 from minloop.messages import say_once
 from minloop.state import TrainState
 
 RUN_CONFIG = "run_config.yaml"
+
+_OF_THE_OPTIMIZER = ("optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "clip_grad")
+_OF_ONE_OPTIMIZER = ("adam_", "sgd_", "muon_", "adaptive_muon_", "lion_", "soap_")
+_OF_THE_SCHEDULE = {"max_lr": "lr"}
 
 
 def write_run_config(path: str | Path, **configs: Any) -> None:
@@ -112,6 +118,33 @@ def differing_fields(directory: Path, config: TransformerConfig) -> list[str]:
         for name in own
         if name in saved and name not in of_layout and saved[name] != own[name]
     ]
+
+
+def say_other_settings(opened: SavedCheckpoint, state: TrainState) -> None:
+    """Say once, on the first rank, in which settings of optimizer and schedule a run that goes on differs."""
+    if not is_first():
+        return
+    try:
+        nodes = read_nodes(opened.path / RUN_CONFIG).get("optimizer")
+    except (OSError, ValueError):
+        nodes = None
+    recorded: dict[str, Any] = nodes if isinstance(nodes, dict) else {}
+    saved = _settings(recorded, opened.common.get("opt_param_scheduler", {}))
+    schedule = {} if state.scheduler is None else state.scheduler.state_dict()
+    own = _settings(encode(state.optimizer.config, "optimizer", []), schedule)
+    differing = [f"{name}: {saved[name]} → {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
+    if differing:
+        say_once(
+            f"{opened.path.name} was saved with other settings (saved → now, and those of now hold): "
+            f"{', '.join(differing)}"
+        )
+
+
+def _settings(optimizer: Mapping[str, Any], schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides how the run learns, and nothing that goes with a layout."""
+    scheduled = {_OF_THE_SCHEDULE.get(name, name): value for name, value in schedule.items() if name != "num_steps"}
+    chosen = {n: v for n, v in optimizer.items() if n in _OF_THE_OPTIMIZER or n.startswith(_OF_ONE_OPTIMIZER)}
+    return scheduled | chosen
 
 
 def _short(node: Any) -> str:

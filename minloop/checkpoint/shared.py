@@ -14,27 +14,33 @@ from pathlib import Path
 import torch.distributed as dist
 
 from minloop.checkpoint.agreement import from_first_rank, is_first
+from minloop.disk import hold, know_held
 
 PATIENCE = 5.0  # seconds for what one machine has made to show on another
 FOR_ALL = ("metadata.json", ".metadata", "integrity.json")  # files of a checkpoint that name all others and their bytes
 
 
 def shared_directory(directory: str | Path) -> Path:
-    """Make a directory, be sure that all ranks see the same one, and return its path. Every rank calls it.
+    """Make a directory, be sure that all ranks see the same one, keep it for this run, and return its path.
 
-    Call it before training: a run that finds its first save refused has trained for nothing, and one that asks
-    `latest_checkpoint` on machines of which only some see the checkpoints would begin anew on the others.
+    Every rank of a run that will save there calls it, before it looks for a checkpoint: a run that finds its first save
+    refused has trained for nothing, and one that asks `latest_checkpoint` on machines of which only some see the
+    checkpoints would begin anew on the others. From here on, as from a first save, other runs are refused there until
+    `shutdown_distributed` or the end of the process, however it comes; to call it again is nothing. A program that
+    only reads needs no call, and is not hindered.
 
     Raises:
-        RuntimeError: on every rank: rank 0 cannot write there, or some ranks see another directory, which are named.
+        RuntimeError: on every rank: rank 0 cannot write there, another run does, or some ranks see another directory,
+            which are named.
     """
     path = Path(directory).absolute()
 
     def make() -> str:
-        path.mkdir(parents=True, exist_ok=True)
+        hold(path)
         return put_token(path)
 
     require_token(path / from_first_rank(make, kinds={}))
+    know_held(path)
     return path
 
 

@@ -70,7 +70,15 @@ class Stream:
         """Yield (name, full tensor) on the global ranks that ask, all by default; on others do their part.
 
         Every rank iterates to the end, over the same names.
+
+        Raises:
+            ValueError: a rank that asks is none of the model's.
         """
+        if outside := sorted(set(ranks or ()) - set(self.ranks)):
+            raise ValueError(
+                f"ranks={sorted(ranks or ())}: {outside} are not among the model's, {self.ranks}, and would not take "
+                "part; let a rank of the model ask, and pass the tensors on to them in a group of the host's own"
+            )
         rank = dist.get_rank()
         for name in names:
             shape, own_dtype, blocks = self.known[name]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.extra_state import EXTRA_STATE, check_extra_states
-from minloop.checkpoint.full_names import TORCH_DIST
+from minloop.checkpoint.full_names import OPTIMIZER_STATE
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.restricted import read_safely
 from minloop.messages import without_warnings
@@ -37,6 +37,7 @@ def read_tensors(
     template: dict[str, Any],
     resize: Sequence[str] = (),
     replicas: dist.ProcessGroup | None = None,
+    skip: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Read what `template`, mcore's sharded state dict, asks for, and what is no tensor; every rank calls it.
 
@@ -49,10 +50,13 @@ def read_tensors(
             keeps its values.
         replicas: the process group over which equal tensors lie: where its ranks are GPUs, each of them is read by one
             rank and sent to the others.
+        skip: patterns of LoRA's adapters in the checkpoint that may be left out.
     Raises:
-        ValueError: the checkpoint lacks tensors of the template, or holds them in another shape.
+        ValueError: the checkpoint lacks tensors of the template, holds them in another shape, or holds adapters that no
+            template has.
         CheckpointError: a file is damaged or holds more than plain data.
     """
+    _refuse_leftover_adapters(saved, template, skip)
     with agreed():
         _check_fit(saved, template, resize)
     strategy: Any = _KeepingStrategy(saved, resize)
@@ -74,10 +78,39 @@ def read_tensors(
     return loaded
 
 
+def saved_adapters(saved: SavedCheckpoint) -> set[str]:
+    """The names of LoRA's weights in a checkpoint."""
+    names = saved.metadata.state_dict_metadata
+    return {name for name in names if "_lora." in name and not name.startswith(OPTIMIZER_STATE)}
+
+
+def _refuse_leftover_adapters(saved: SavedCheckpoint, template: dict[str, Any], skip: Sequence[str]) -> None:
+    """Raise ValueError if no rank reads an adapter: without it the weights compute something else."""
+    left = {name for name in saved_adapters(saved) if not matches(name, skip)}
+    if not left:  # which all ranks see alike
+        return
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, {part.key for part in _asked_for(template) if "_lora." in part.key})
+    for key in set[str]().union(*everyones):
+        # FSDP reads some weights from the optimizer's master weights
+        left.discard(key.removeprefix(OPTIMIZER_STATE).split(".", 1)[1] if key.startswith(OPTIMIZER_STATE) else key)
+    if left:
+        raise ValueError(
+            f"{saved.path} holds {len(left)} tensors of LoRA's adapters that this model lacks: {_first(sorted(left))}; "
+            "without them its weights compute something else. Build the model with before_wrapping=lora(...) as it was "
+            "saved, and use merge_lora afterwards, if need be; or load the weights beside them, "
+            "load_weights(skip=['*_lora.*'])"
+        )
+
+
+def _asked_for(template: dict[str, Any]) -> Iterable[Any]:
+    return nested_values(extract_sharded_base(load_preprocess(template)[0])[0])
+
+
 def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequence[str]) -> None:
     incomplete = _incomplete(saved)
     known, lacking, differing = saved.metadata.state_dict_metadata, list[str](), list[str]()
-    for part in nested_values(extract_sharded_base(load_preprocess(template)[0])[0]):
+    for part in _asked_for(template):
         key = part.unique_key if isinstance(part, ShardedObject) else part.key
         if EXTRA_STATE in key:
             continue
@@ -91,6 +124,8 @@ def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequenc
         names = sorted(set(lacking))
         of_optimizer = all(name.startswith("optimizer.") for name in names)  # of weights frozen then, or another's
         remedy = ", all of the optimizer; load_checkpoint(weights_only=True) begins with a new one" * of_optimizer
+        if any("_lora." in name for name in names):
+            remedy = "; load_weights(allow_missing=['*_lora.*']) gives new adapters the weights beside them"
         raise ValueError(f"{saved.path} lacks {len(names)} tensors that this state has: {_first(names)}{remedy}")
     if differing:
         names = sorted(set(differing))
@@ -102,10 +137,9 @@ def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequenc
 
 def _incomplete(saved: SavedCheckpoint) -> set[str]:
     """Tensors that stack layers, of which some are not there: what the optimizer holds of layers, where some froze."""
-    entries: dict[str, Any] = {} if saved.format == TORCH_DIST else saved.metadata.state_dict_metadata
     return {
         name
-        for name, entry in entries.items()
+        for name, entry in saved.metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
         and sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size)
     }

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from minloop.checkpoint.full_names import TORCH_DIST
+from minloop.checkpoint.holes import holes_in_optimizers_allowed
 from minloop.checkpoint.integrity import ALGORITHM, FileRecord
 from minloop.messages import without_log_lines, without_warnings
 
@@ -80,7 +81,7 @@ class Plan(TorchDistSaveShardedStrategy):
         self.metadata: Any = None
         strategy = FullyParallelSaveStrategyWrapper(self, replicas) if replicas.size() > 1 else self
         quiet = without_log_lines("megatron.core.dist_checkpointing.strategies.torch", "deprecated")
-        with without_warnings(), quiet, _results_stay_in_process():
+        with without_warnings(), quiet, _results_stay_in_process(), holes_in_optimizers_allowed():
             dist_checkpointing.save(
                 sharded,
                 str(unfinished),

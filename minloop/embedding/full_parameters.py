@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from minloop.alive import usable
 from minloop.checkpoint.hf.config import read_hf_config
 from minloop.checkpoint.hf.layout import layouts
 from minloop.checkpoint.hf.save import check_complete, their_tensors
@@ -23,7 +24,7 @@ from minloop.checkpoint.streaming import FullTensor, Stream
 from minloop.checkpoint.tensors import matches
 from minloop.data_parallel import gathered_parameters, take_over_weights
 from minloop.precision_checks import refuse_fp8_weights
-from minloop.state import TrainState, require_memory
+from minloop.state import TrainState, require_between_steps, require_memory
 
 
 @torch.no_grad()
@@ -44,17 +45,19 @@ def named_full_parameters(
     `full_weights`: the checkpoint's, with the layer (from 0) and the expert where the checkpoint stacks them.
 
     Args:
-        ranks: global ranks that get the tensors, from the ranks that hold their parts; by default all, by broadcasts.
+        ranks: global ranks of this layout that get the tensors, from the ranks that hold their parts; by default all,
+            by broadcasts. To others of the world one that gets them passes them on, in a group of the host's own.
         dtype: cast to it before anything is sent; by default the weights' own.
         only: names that are wanted, in patterns with * for anything; not with `hf_config`.
         hf_config: a directory with Hugging Face's config.json, or its content: names and shapes are then
             Hugging Face's, of the architectures that `hf_config_fields` knows.
     Raises:
-        ValueError: weights in FP8; `hf_config` describes another model.
+        ValueError: weights in FP8; `hf_config` describes another model; `ranks` outside the layout.
+        RuntimeError: the groups were destroyed, or an error left them useless.
     """
     refuse_fp8_weights(state.config, "named_full_parameters cannot cut")
     require_memory(state, "weights")
-    with gathered_parameters(state.chunks):
+    with usable(state.groups), gathered_parameters(state.chunks):
         if hf_config is None:
             stream = Stream(((part.full_name(), part) for part in _parts(state)), state.groups)
             wanted = [name for name in stream.known if matches(name, only)]
@@ -69,7 +72,10 @@ def named_full_parameters(
 
 @torch.no_grad()
 def load_full_parameters(
-    state: TrainState, tensors: Iterable[tuple[str, torch.Tensor]], *, only: Sequence[str] = ("*",)
+    state: TrainState,
+    tensors: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
+    *,
+    only: Sequence[str] = ("*",),
 ) -> None:
     """Take this rank's parts of full weights: the inverse of `named_full_parameters`, in any layout.
 
@@ -77,21 +83,22 @@ def load_full_parameters(
     come: ``load_full_parameters(reference, named_full_parameters(actor))``. The optimizer's master weights follow.
 
     Args:
-        tensors: (name, tensor), in any order; cast to the weights' dtype.
+        tensors: (name, tensor), in any order, or a dict; cast to the weights' dtype.
         only: names of this model's weights that must be among them, in patterns with * for anything; others may be.
     Raises:
         ValueError: a name that this model lacks, another shape, or weights that were not among them. Every rank raises
             it; weights that came before have changed.
     """
     refuse_fp8_weights(state.config, "load_full_parameters cannot write into")
-    require_memory(state)
+    require_between_steps(state)
     own: dict[str, list[Part]] = {}
-    with gathered_parameters(state.chunks):
+    given: Any = tensors.items() if isinstance(tensors, Mapping) else tensors
+    with usable(state.groups), gathered_parameters(state.chunks):
         for part in _parts(state):
             own.setdefault(part.full_name(), []).append(part)
         known = Stream(((name, part) for name, found in own.items() for part in found), state.groups).known
         missing = {name for name in known if matches(name, only)}
-        for name, tensor in tensors:
+        for name, tensor in given:
             _check(name, tensor, known)
             missing.discard(name)
             for part in own.get(name, []):

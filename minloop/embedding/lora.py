@@ -31,6 +31,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import get_model_config
 
 from minloop.architecture import unwrapped
+from minloop.data_parallel import end_training, gathered_parameters
+from minloop.fully_sharded import FullySharded, keep_weights
 from minloop.precision_checks import refuse_fp8_weights
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -41,6 +43,11 @@ NORMED: list[type] = [transformer_engine.TELayerNormColumnParallelLinear] if _TE
 COLUMN: list[type] = [ColumnParallelLinear, *NORMED, *([transformer_engine.TEColumnParallelLinear] if _TE else [])]
 ROW: list[type] = [RowParallelLinear, *([transformer_engine.TERowParallelLinear] if _TE else [])]
 """The layers that get adapters, and no classes made from them, which compute in ways of their own."""
+
+MERGED = (
+    "merge_lora took the adapters, which are all that trained, out of this model: it can only be read, and saved with "
+    "save_checkpoint(weights_only=True). To train, build a new state without adapters and load that, weights_only=True"
+)
 
 
 def lora(*, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS) -> Callable[[MegatronModule], None]:
@@ -141,6 +148,10 @@ class LoRA(torch.nn.Module):
         value, (first, *rest) = inputs[0], output
         if self.normed:  # mcore passes on (out, bias, normed), or makes ((out, normed), None) of what has no bias
             first, value = first if isinstance(first, tuple) else (first, rest.pop())
+        return first + self(value), *rest  # called as a module, so that hooks gather its weights first
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the layer's output, of its input or what its norm makes of it."""
         hidden = torch.nn.functional.linear(value, self.a)
         group: Any = self.tp_group
         if self.column and self.sequence_parallel:
@@ -151,7 +162,7 @@ class LoRA(torch.nn.Module):
             hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=group)
         else:
             hidden = reduce_from_tensor_model_parallel_region(hidden, group=group)
-        return first + torch.nn.functional.linear(hidden, self.b) * self.scale, *rest
+        return torch.nn.functional.linear(hidden, self.b) * self.scale
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """What mcore's checkpoints know of it; a gated layer's rows are cut in two, as the layer's own."""
@@ -175,22 +186,29 @@ class LoRA(torch.nn.Module):
 def merge_lora(chunks: Sequence[torch.nn.Module]) -> None:
     """Add the adapters to the weights beside them, W + alpha / rank · B A, and take them out of the model.
 
-    For saving or streaming whole weights when training is over; a training state of these chunks trains nothing more.
+    For streaming whole weights, or saving them with ``save_checkpoint(weights_only=True)`` or `save_hf_weights`, when
+    training is over: a training state of these chunks refuses to train and to save its optimizer. Every rank calls it.
 
     Raises:
         ValueError: there are no adapters, or the weights are in FP8.
+        RuntimeError: the weights are in host memory, or a stream of them is open.
     """
     refuse_fp8_weights(get_model_config(chunks[0]), "merge_lora cannot add to")
     found = [entry for chunk in chunks for entry in list(_adapters(unwrapped(chunk)))]
     if not found:
         raise ValueError("the model has no adapters to merge: see minloop.lora")
-    for parent, name, adapter in found:
-        linear = getattr(parent, name.removesuffix("_lora"))
-        linear.weight.add_((adapter.b.float() @ adapter.a.float() * adapter.scale).to(linear.weight.dtype))
-        adapter.hook.remove()
-        if adapter.normed:
-            linear.return_layernorm_output = False
-        delattr(parent, name)
+    with gathered_parameters(chunks):  # ZeRO-1's ranks lack what others updated; mcore's hooks are on these modules
+        for parent, name, adapter in found:
+            linear = getattr(parent, name.removesuffix("_lora"))
+            linear.weight.add_((adapter.b.float() @ adapter.a.float() * adapter.scale).to(linear.weight.dtype))
+            adapter.hook.remove()
+            if adapter.normed:
+                linear.return_layernorm_output = False
+            delattr(parent, name)
+        for chunk in chunks:
+            if isinstance(chunk, FullySharded):
+                keep_weights(chunk)
+    end_training(chunks, MERGED)
 
 
 def _adapters(model: Any) -> Iterator[tuple[torch.nn.Module, str, LoRA]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minloop.data_parallel import require_unread
 from minloop.fully_sharded import refuse_fully_sharded
 from minloop.state import TrainState
 
@@ -27,9 +28,9 @@ def offload(state: TrainState, kinds: Collection[str] = ALL) -> None:
     Raises:
         ValueError: an unknown kind; a fully sharded model; weights kept in FP8; CUDA graphs, which remember where
             memory was.
-        RuntimeError: a step in parts is under way.
+        RuntimeError: a step in parts is under way, or a stream of the weights open.
     """
-    _check(state, kinds)
+    _check(state, kinds, "offload")
     _wait()  # streams of communication, too, may be at work on it
     for kind, storages in _storages(state).items():
         if kind in kinds and kind not in state.offloaded:
@@ -47,7 +48,7 @@ def onload(state: TrainState, kinds: Collection[str] = ALL) -> None:
     Raises:
         ValueError: an unknown kind.
     """
-    _check(state, kinds)
+    _check(state, kinds, "onload")
     for kind in kinds:
         for storage, host in state.offloaded.pop(kind, []):
             storage.resize_(host.nbytes)
@@ -55,10 +56,12 @@ def onload(state: TrainState, kinds: Collection[str] = ALL) -> None:
     _wait()  # before the host's copies are gone
 
 
-def _check(state: TrainState, kinds: Collection[str]) -> None:
+def _check(state: TrainState, kinds: Collection[str], caller: str) -> None:
+    if isinstance(kinds, str):
+        raise ValueError(f"kinds={kinds!r} is one string: give a list, [{kinds!r}]")
     if unknown := sorted(set(kinds) - set(ALL)):
         raise ValueError(f"unknown kinds {', '.join(unknown)}: use some of {', '.join(ALL)}")
-    refuse_fully_sharded(state.chunks, "offload:")
+    refuse_fully_sharded(state.chunks, f"{caller}:")
     if state.config.fp8_param or state.config.cuda_graph_impl != "none":
         raise ValueError(
             f"fp8_param={state.config.fp8_param} and cuda_graph_impl={state.config.cuda_graph_impl!r}: weights kept in "
@@ -66,6 +69,7 @@ def _check(state: TrainState, kinds: Collection[str]) -> None:
         )
     if state.open_step is not None:
         raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
+    require_unread(state.chunks)
 
 
 def _storages(state: TrainState) -> dict[str, list[torch.UntypedStorage]]:

@@ -9,16 +9,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
 
+from minloop.alive import on_usable_groups
 from minloop.data import Batch
+from minloop.data_parallel import require_trainable, require_unread
 from minloop.fully_sharded import refuse_fully_sharded
 from minloop.losses import LossFunction, Report, divide_gradients, exact_token_count, reduce_reports
 from minloop.microbatches import Microbatches
 from minloop.schedule import ForwardStep, check_count, run_schedule
-from minloop.state import OpenStep, TrainState, require_between_steps
+from minloop.state import OpenStep, TrainState, require_optimizer
 from minloop.step import Computed, StepMetrics, clear_gradients, gpt_forward_step, take_step
 
 
+@on_usable_groups
 def begin_step(state: TrainState, *, num_tokens: torch.Tensor | float | None = None) -> None:
     """Begin a step in parts: gradients are cleared, the model is put in training mode.
 
@@ -30,12 +34,12 @@ def begin_step(state: TrainState, *, num_tokens: torch.Tensor | float | None = N
             `train_step` does with its own forward step, and not all gradients when they are there.
     Raises:
         ValueError: a fully sharded model.
-        RuntimeError: a step is under way; a CUDA graph of whole steps, cuda_graph_impl="full_iteration".
+        RuntimeError: as `train_step`; a CUDA graph of whole steps, cuda_graph_impl="full_iteration".
     """
     if state.config.cuda_graph_impl == "full_iteration" and torch.cuda.is_available():
         raise RuntimeError("cuda_graph_impl='full_iteration' replays whole steps, not parts: use train_step, or 'none'")
     refuse_fully_sharded(state.chunks, "begin_step: take whole steps with train_step, or")
-    require_between_steps(state)
+    require_optimizer(state)
     clear_gradients(state)
     zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     # fp16 has no room for gradients that small, see minloop.schedule
@@ -44,6 +48,7 @@ def begin_step(state: TrainState, *, num_tokens: torch.Tensor | float | None = N
     state.open_step = OpenStep(tokens, counted=zero)
 
 
+@on_usable_groups
 def forward_backward(
     state: TrainState,
     data: Iterable[Batch],
@@ -56,8 +61,9 @@ def forward_backward(
     """Add the gradients of the next `num_microbatches` microbatches of this rank to those of the open step.
 
     All ranks call it as often, with as many microbatches. Those of one call may differ in length where the config has
-    ``variable_seq_lengths=True``, or without pipeline parallelism; calls always may. An error ends the step: begin
-    another.
+    ``variable_seq_lengths=True``, or without pipeline parallelism; calls always may. An error ends the step: if
+    every rank raises it, begin another. If some do, the others wait for them, in a pipeline or between tensor parallel
+    ranks, until their time-out, and the groups cannot be used again, which later calls say.
 
     Args:
         data: a list or an iterator of batches.
@@ -65,12 +71,14 @@ def forward_backward(
             microbatches are weighed: with ``calculate_per_token_loss`` (as `build_config` sets it) gradients are those
             of the sum of losses over the sum of tokens, without it those of the mean over microbatches of their means.
     Raises:
-        RuntimeError: no step is open; the data ended before.
+        RuntimeError: no step is open; the data ended before; another rank raised and left this one waiting.
         ValueError: as `train_step`.
     """
     step = _open(state, "forward_backward")
     state.open_step = None  # should it fail
-    batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length, varying=may_vary(state))
+    batches = Microbatches(
+        data, num_microbatches, micro_batch_size, seq_length, varying=may_vary(state), iteration=state.iteration + 1
+    )
     check_count(state, num_microbatches)
     counting = partial(_counting_step, forward_step, step.counted)
     weight = num_microbatches / (step.num_microbatches or [num_microbatches])[0]
@@ -89,6 +97,7 @@ def forward_backward(
     state.open_step = step
 
 
+@on_usable_groups
 def finish_step(state: TrainState) -> StepMetrics:
     """Reduce the gradients over data parallel ranks, update the weights, advance counters and schedule.
 
@@ -101,11 +110,10 @@ def finish_step(state: TrainState) -> StepMetrics:
     if step.forward_step is None:
         raise RuntimeError("finish_step without forward_backward: there are no gradients")
     state.open_step = None
-    finalize: Any = state.config.finalize_model_grads_func
     for chunk in state.chunks:
         if chunk.ddp_config.overlap_grad_reduce:  # which no backward pass has begun
             chunk.start_grad_sync()
-    finalize(state.chunks, None, pg_collection=state.groups)
+    finalize_model_grads(state.chunks, None, pg_collection=state.groups)
     if not state.config.calculate_per_token_loss:
         calls = sum(step.num_microbatches) / step.num_microbatches[0]
         for chunk in state.chunks if calls != 1 else ():
@@ -126,6 +134,8 @@ def may_vary(state: TrainState) -> bool:
 def _open(state: TrainState, caller: str) -> OpenStep:
     if state.open_step is None:
         raise RuntimeError(f"{caller} without begin_step: a step begins with begin_step(state) and ends by finish_step")
+    require_trainable(state.chunks)
+    require_unread(state.chunks)
     return state.open_step
 
 

@@ -11,8 +11,9 @@ from megatron.core.transformer import TransformerConfig
 from minloop.checkpoint import load_checkpoint, save_checkpoint
 from minloop.data import Batch, num_microbatches
 from minloop.distributed import shutdown_distributed
+from minloop.fully_sharded import refuse_fully_sharded
 from minloop.sameness.full_tensors import from_first_rank
-from minloop.sameness.record import LayoutRecord, record_layout
+from minloop.sameness.record import OTHERWISE, LayoutRecord, record_layout
 from minloop.sameness.replicas import check_replicas
 from minloop.schedule import ForwardStep
 from minloop.state import TrainState
@@ -85,7 +86,9 @@ def compare_layouts[Config: TransformerConfig](
 
     The model is built in layout `reference` and saved, then rebuilt in layout `other` and loaded: what differs beyond
     rounding (some 1e-6 in fp32) is wrong in one of them, and `first_difference` is where to look. Both layouts must fit
-    the number of ranks; what a layout does not use is data parallel. The config must be without dropout.
+    the number of ranks; what a layout does not use is data parallel. The config must be without dropout. A fully
+    sharded model is compared by hand: load one checkpoint into both kinds, and compare losses and `full_weights` after
+    a step of `train_step`.
 
     Args:
         build: makes a training state of a config, from `init_distributed` on; groups are destroyed in between.
@@ -96,6 +99,7 @@ def compare_layouts[Config: TransformerConfig](
     Returns:
         On every rank all differences in the order of computation, small and large.
     Raises:
+        ValueError: a fully sharded model; what `record_layout` refuses.
         RuntimeError: ranks of one layout began with different copies of a weight, see `check_replicas`.
     """
     records: list[LayoutRecord] = []
@@ -104,6 +108,7 @@ def compare_layouts[Config: TransformerConfig](
         for config in (reference, other):
             try:
                 state = build(config)
+                refuse_fully_sharded(state.chunks, f"compare_layouts: {OTHERWISE}")
                 check_replicas(state)  # which loading would make equal
                 if config is reference:
                     folder = from_first_rank(folder, state.groups)

@@ -11,7 +11,7 @@ from minloop.checkpoint.parts import Part, parts, sharded_parameters
 from minloop.checkpoint.streaming import Stream
 from minloop.data_parallel import gathered_parameters
 from minloop.fully_sharded import refuse_fully_sharded
-from minloop.state import TrainState
+from minloop.state import TrainState, require_memory
 
 ValueOf = Callable[[torch.nn.Parameter], torch.Tensor | None]
 
@@ -33,6 +33,7 @@ def full_gradients(state: TrainState) -> dict[str, torch.Tensor]:
     With the distributed optimizer a rank holds the sum of its own shard only: the gradient buffers are completed in
     place, from the ranks that hold the rest.
     """
+    require_memory(state, "gradients")
     refuse_fully_sharded(state.chunks, "full_gradients: compare full_weights after a step, or")
     for chunk in state.chunks:
         if chunk.ddp_config.use_distributed_optimizer:

@@ -15,13 +15,17 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from minloop.checkpoint.content import unwrapped_models
 from minloop.checkpoint.parts import sharded_parameters
 from minloop.data import Batch
+from minloop.fully_sharded import refuse_fully_sharded
 from minloop.layers.context_parallel import gather_sequence
 from minloop.losses import reduce_reports
 from minloop.microbatches import Microbatches
 from minloop.sameness.full_tensors import full_gradients, gather_objects
 from minloop.schedule import ForwardStep, forward_backward
-from minloop.state import TrainState
+from minloop.state import TrainState, require_optimizer
 from minloop.step import evaluating, gpt_forward_step
+
+OTHERWISE = "train both from one checkpoint and compare losses and full_weights after a step, or"
+"""What to do with fully sharded models."""
 
 
 @dataclass
@@ -60,15 +64,17 @@ def record_layout(
     a `layer_number` in a `ModuleList`, as mcore's are; its output is the first tensor that it returns, [s, b, h].
 
     Raises:
-        ValueError: the config has dropout, whose masks differ between layouts.
+        ValueError: the config has dropout, whose masks differ between layouts; a fully sharded model.
         RuntimeError: the data ended before that many microbatches.
     """
+    refuse_fully_sharded(state.chunks, f"record_layout: {OTHERWISE}")
     config = state.config
     if config.hidden_dropout or config.attention_dropout:
         raise ValueError(
             f"hidden_dropout is {config.hidden_dropout} and attention_dropout {config.attention_dropout}: layouts draw "
             "other masks, so that nothing could be compared; set both to 0.0"
         )
+    require_optimizer(state)
     batches = list(islice(data, num_microbatches))
     if len(batches) < num_microbatches:
         raise RuntimeError(f"the data ended: it held {len(batches)} of {num_microbatches} microbatches")

@@ -15,7 +15,7 @@ from minloop.checkpoint.parts import Part
 from minloop.data_parallel import gathered_parameters, take_over_weights
 from minloop.groups import as_the_world
 from minloop.precision_checks import refuse_fp8_weights
-from minloop.state import TrainState
+from minloop.state import TrainState, require_between_steps
 
 IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
 """Ends of names that may be there without a place in the model: computed values, and the copy of a tied embedding."""
@@ -39,6 +39,8 @@ def load_hf_weights(target: Target, directory: str | Path) -> None:
             not be read through.
     """
     chunks = chunks_of(target)
+    if isinstance(target, TrainState):
+        require_between_steps(target)
     with as_the_world(groups_of(chunks)), gathered_parameters(chunks), torch.no_grad():
         with agreed():
             model = read_hf_config(directory)
