@@ -24,7 +24,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 @contextlib.contextmanager
 def no_finalisation() -> Generator[None]:
-    with mock.patch.object(minloop.data_parallel, "finalize_model_grads", _nothing):
+    with mock.patch.object(minloop.data_parallel, "_finalize", _nothing):
         yield
 
 
