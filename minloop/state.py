@@ -101,11 +101,16 @@ def require_memory(state: TrainState, *kinds: str) -> None:
         raise RuntimeError(f"{', '.join(moved)} of this training state are in host memory: call onload(state) first")
 
 
-def require_between_steps(state: TrainState) -> None:
-    """Raise RuntimeError if a step in parts is under way, weights are being read, or `offload` holds memory."""
+def require_idle(state: TrainState) -> None:
+    """Raise RuntimeError if a step in parts is under way or weights are being read."""
     if state.open_step is not None:
         raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
     require_unread(state.chunks)
+
+
+def require_between_steps(state: TrainState) -> None:
+    """Raise RuntimeError as `require_idle`, or if `offload` holds memory."""
+    require_idle(state)
     require_memory(state)
 
 

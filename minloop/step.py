@@ -226,9 +226,8 @@ def eval_step(
     Arguments and errors are those of `train_step`. Dropout is off, and no random stream is drawn from. mcore computes
     the losses of routers and of multi-token prediction in training only.
     """
-    require_memory(state, "weights")
-    batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
     with evaluating(state), torch.no_grad():
+        batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)
         reports = forward_backward(state, batches, forward_step, forward_only=True)
         losses, tokens = reduce_reports(state, reports, forward_step)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()

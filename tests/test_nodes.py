@@ -54,9 +54,9 @@ def each_with_its_own(directory: str) -> dict[str, str]:
         left = sorted(str(path.relative_to(root)) for path in root.rglob("*"))
         assert left == ["disk0", "disk0/run", "disk0/run/.lock", "disk1"], left
         dist.barrier()
-        assert minloop.shared_directory("../shared") == disk / "../shared"
-        copy = Path("run", minloop.save_checkpoint(root / "shared", state).name)
-        whole = root / "shared" / copy.name
+        assert minloop.shared_directory("../common") == disk / "../common"
+        copy = Path("run", minloop.save_checkpoint(root / "common", state).name)
+        whole = root / "common" / copy.name
         told["nothing"] = refusal(lambda: minloop.load_checkpoint("run", state))
         if rank == 2:
             shutil.copytree(whole, copy)

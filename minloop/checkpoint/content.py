@@ -130,11 +130,6 @@ def optimizer_state(
     state: TrainState, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
     """mcore's sharded state dict of the optimizer, by the parameters in `model`."""
-    if optimizer_kind(state) == "distributed" and state.optimizer.config.optimizer == "sgd":
-        raise ValueError(
-            "optimizer='sgd' with use_distributed_optimizer=True: mcore's distributed optimizer saves and loads Adam's "
-            "state only; use optimizer='adam' or use_distributed_optimizer=False"
-        )
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
     with (
         mended_distributed_optimizers(state, by_buckets=metadata.get("distrib_optim_sharding_type") == BY_BUCKETS),

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from minloop.data_parallel import require_unread
 from minloop.fully_sharded import refuse_fully_sharded
-from minloop.state import TrainState
+from minloop.state import TrainState, require_idle
 
 ALL = ("weights", "gradients", "optimizer")
 
@@ -67,9 +66,7 @@ def _check(state: TrainState, kinds: Collection[str], caller: str) -> None:
             f"fp8_param={state.config.fp8_param} and cuda_graph_impl={state.config.cuda_graph_impl!r}: weights kept in "
             "FP8 have no storage of their own, and graphs remember where memory was; offload needs False and 'none'"
         )
-    if state.open_step is not None:
-        raise RuntimeError("a step that begin_step opened is under way: call finish_step first")
-    require_unread(state.chunks)
+    require_idle(state)
 
 
 def _storages(state: TrainState) -> dict[str, list[torch.UntypedStorage]]:
