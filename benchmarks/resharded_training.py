@@ -25,12 +25,12 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
-from ranks import run_ranks  # noqa: E402  (the tests are no package)
-from sameness_cases import LLAMA, ZERO1, layout  # noqa: E402
-from small import small_state, text_loader, train  # noqa: E402
+from ranks import run_ranks
+from sameness_cases import LLAMA, ZERO1, layout
+from small import small_state, text_loader, train
 
-import minloop  # noqa: E402
-from benchmarks.sameness_gpu import SEEDS, round_otherwise, worst  # noqa: E402
+import minloop
+from benchmarks.sameness_gpu import SEEDS, round_otherwise, worst
 
 RESULTS = Path(__file__).parent / "results" / "resharded_training.json"
 TRAINED, CONTINUED, FP32_LIMIT = 10, 20, 1e-4

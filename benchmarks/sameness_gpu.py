@@ -25,12 +25,12 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from ranks import run_ranks  # noqa: E402  (the tests are no package)
-from sameness_cases import LAYOUTS as ON_CPU  # noqa: E402
-from sameness_cases import LLAMA, SP, ZERO1, layout  # noqa: E402
-from small import shared_state, text_loader, train  # noqa: E402
+from ranks import run_ranks
+from sameness_cases import LAYOUTS as ON_CPU
+from sameness_cases import LLAMA, SP, ZERO1, layout
+from small import shared_state, text_loader, train
 
-import minloop  # noqa: E402
+import minloop
 
 RESULTS = Path(__file__).parent / "results" / "sameness_gpu.json"
 STEPS, SEEDS = 20, range(1, 8)
