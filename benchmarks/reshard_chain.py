@@ -4,7 +4,10 @@
     uv run python benchmarks/reshard_chain.py 3 hops=2     a shorter chain, printed only
 
 Small bf16 models train for three steps in one layout and are saved. Each of ten random layouts on up to eight CPU ranks
-loads the checkpoint before it and saves, and so does the first layout in the end. Results: results/reshard_chain.json.
+loads the checkpoint before it and saves, and so does the first layout in the end. Results: results/reshard_chain.json,
+of GPUs (as many ranks as there are of them, Transformer Engine's layers, one model with its weights in FP8)
+results/reshard_chain_gpu.json. FP8's weights follow from the master weights by scales of each layout, and so are
+compared in the first layout alone, where the chain ends.
 """
 
 import json
@@ -17,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minloop.messages import without_warnings
 
 ROOT = Path(__file__).parent.parent
@@ -25,17 +30,26 @@ sys.path.insert(0, str(ROOT / "tests"))
 with without_warnings():  # of mcore, about packages that are not installed
     from ranks import run_ranks  # the tests are no package
     from reshard import differing_tensors, load_and_save, random_layout, train_and_save
-    from sameness_cases import ARCHITECTURES, LLAMA
+    from sameness_cases import ARCHITECTURES, LLAMA, MOE, ZERO1
 
-RESULT = Path(__file__).parent / "results" / "reshard_chain.json"
-MODELS = {"Llama": LLAMA, "MoE, DeepSeek-like": ARCHITECTURES["MoE, DeepSeek-like"]}
+GPUS = torch.cuda.device_count()
+RESULT = Path(__file__).parent / "results" / ("reshard_chain_gpu.json" if GPUS else "reshard_chain.json")
+FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}
+ON_CPU: dict[str, dict[str, Any]] = {"Llama": LLAMA, "MoE, DeepSeek-like": ARCHITECTURES["MoE, DeepSeek-like"]}
+WIDE: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}  # as FP8 wants it
+ON_GPU: dict[str, dict[str, Any]] = {
+    "Llama": LLAMA | WIDE,
+    "MoE": LLAMA | MOE | WIDE,
+    "Llama, weights in FP8": LLAMA | WIDE | FP8,
+}
 
 
 def chain(name: str, draw: random.Random, hops: int) -> dict[str, Any]:
-    experts = "num_moe_experts" in MODELS[name]
-    layouts = [random_layout(draw, experts=experts) for _ in range(1 + hops)]
+    model = (ON_GPU if GPUS else ON_CPU)[name] | {"bf16": True}
+    layouts = [random_layout(draw, GPUS or 8, experts="num_moe_experts" in model) for _ in range(1 + hops)]
+    if "fp8" in model:  # which the distributed optimizer alone takes
+        layouts = [(text.replace("DDP", "ZeRO-1"), ranks, {"ddp": ZERO1} | options) for text, ranks, options in layouts]
     layouts.append(layouts[0])
-    model = MODELS[name] | {"bf16": True}
     with tempfile.TemporaryDirectory() as folder:
         paths = [str(Path(folder, str(number))) for number in range(len(layouts))]
         _, ranks, options = layouts[0]
@@ -44,7 +58,7 @@ def chain(name: str, draw: random.Random, hops: int) -> dict[str, Any]:
             begin = time.perf_counter()
             run_ranks(ranks, load_and_save, paths[number - 1], paths[number], model | options, timeout=600)
             print(f"{name}: {text} on {ranks} ranks, {time.perf_counter() - begin:.0f} s", flush=True)
-        ((tensors, differing),) = run_ranks(1, differing_tensors, paths, timeout=600)
+        ((tensors, differing),) = run_ranks(1, differing_tensors, paths, "fp8" in model, timeout=600)
     print(f"{name}: {tensors} tensors, {len(differing)} differ", flush=True)
     return {"model": name, "layouts": [text for text, _, _ in layouts], "tensors": tensors, "differing": differing}
 
@@ -54,10 +68,12 @@ def main(words: list[str]) -> None:
     seed = next((int(word) for word in words if "=" not in word), 1)
     hops = int(given.get("hops", "10"))
     draw = random.Random(seed)
-    rows = [chain(name, draw, hops) for name in MODELS]
+    rows = [chain(name, draw, hops) for name in (ON_GPU if GPUS else ON_CPU)]
     if hops == 10:
-        versions = {name: version(name) for name in ("torch", "megatron-core")}
-        content = {"seed": seed, "machine": platform.machine(), "versions": versions, "chains": rows}
+        packages = ("torch", "megatron-core", *(["transformer-engine"] if GPUS else []))
+        versions = {name: version(name) for name in packages}
+        device = f"{GPUS} × {torch.cuda.get_device_name()}" if GPUS else platform.machine()
+        content = {"seed": seed, "machine": device, "versions": versions, "chains": rows}
         RESULT.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     if any(row["differing"] for row in rows):
         raise SystemExit(1)

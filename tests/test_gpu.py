@@ -101,6 +101,7 @@ def test_two_gpus_train_the_same_model_as_one(reference: Any, layout: str) -> No
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 """Without them one run in several dozen differed from another in the last bits of a loss."""
+FSDP: dict[str, Any] = {"bf16": True, "gradient_accumulation_fusion": False}
 
 
 @pytest.mark.parametrize(
@@ -109,8 +110,10 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINIS
         {"ddp": SHARDED, "bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True, "hidden_dropout": 0.1},
         {"pipeline_model_parallel_size": 2, "fp16": True},
+        {"ddp": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}, **FSDP},
+        {"ddp": {"reshard_after_forward": True}, **FSDP},
     ],
-    ids=["DP2 ZeRO-1 bf16, dropout", "TP2+SP bf16, dropout", "PP2 fp16"],
+    ids=["DP2 ZeRO-1 bf16, dropout", "TP2+SP bf16, dropout", "PP2 fp16", "Megatron FSDP", "FSDP2"],
 )
 def test_resumes_bit_for_bit(tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     needs(2)

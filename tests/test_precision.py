@@ -159,4 +159,5 @@ def test_fp8_trains_like_bf16_and_its_cached_weights_are_never_stale(fields: dic
     ((usual, _),) = run_ranks(1, _trained, str(tmp_path / "bf16"), {})
     assert losses[-1] == pytest.approx(usual[-1], rel=0.05)
     assert evaluations[0] != evaluations[1]
-    assert evaluations[2] == pytest.approx(evaluations[1], rel=2e-3)
+    kept = 0 if "fp8_param" in fields else 2e-3  # weights in FP8 follow from the master weights
+    assert evaluations[2] == pytest.approx(evaluations[1], rel=kept, abs=0)

@@ -186,7 +186,11 @@ def load_optimizer(state: TrainState, loaded: dict[Any, Any], saved: Any, kind: 
         optimizer.load_state_dict(inner)
     if saved_kind == "fp32" and kind == "float16":
         state.optimizer.reload_model_params()
-    if kind == "distributed" and not (state.config.bf16 or state.config.fp16):
+    fp8_weights = state.config.fp8_param
+    if fp8_weights:  # the saved ones were rounded by the scales of the layout that saved them
+        for optimizer, _ in parts(state, loaded):
+            cast(Any, optimizer)._copy_main_params_to_model_params()
+    if kind == "distributed" and (fp8_weights or not (state.config.bf16 or state.config.fp16)):
         # each rank's part of the weights is now that of the master weights, which may be finer than the saved weights
         for chunk in state.chunks:
             chunk.start_param_sync(force_sync=True)
