@@ -24,6 +24,7 @@ from minloop.checks import check_config
 from minloop.groups import check_groups
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
+from minloop.layers.expert_products import join_experts
 from minloop.layers.installed import fuse_rope_where_it_fits, install_kernels
 from minloop.messages import without_log_lines
 from minloop.meta_device import cut_as_built
@@ -110,6 +111,7 @@ def build_model(
         if not config.init_model_with_meta_device:
             chunk.cuda(torch.cuda.current_device())
         chunks.append(Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk)
+        join_experts(chunks[-1], config)
     _freeze_tied_weight(chunks, groups)
     return chunks
 

@@ -23,6 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from minloop.checkpoint import flat_ranges
+from minloop.layers.expert_products import are_joined
 from minloop.optimizer import inner_optimizers, is_torch_adam, prepare_optimizer_state
 from minloop.state import TrainState
 
@@ -91,7 +92,15 @@ def mended_distributed_optimizers(state: TrainState, *, by_buckets: bool) -> Gen
 
     Args:
         by_buckets: the state is stored by buckets, which only mcore's own way reads.
+    Raises:
+        ValueError: it is, and this model's parameters lie in another order.
     """
+    if by_buckets and any(are_joined(chunk) for chunk in state.chunks):
+        raise ValueError(
+            "the checkpoint's optimizer state is stored by buckets (distrib_optim_sharding_type='dp_reshardable'), "
+            "where weights of experts have another order than gradient_accumulation_fusion=True with "
+            "moe_grouped_gemm=True gives them here: set gradient_accumulation_fusion=False, or load with weights_only=True"
+        )
     with contextlib.ExitStack() as undo:
         for optimizer in inner_optimizers(state.optimizer):
             if not isinstance(optimizer, DistributedOptimizer):

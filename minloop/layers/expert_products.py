@@ -1,0 +1,141 @@
+"""`moe_grouped_gemm` with a launch for all experts, not one for each: torch's `grouped_mm`.
+
+Transformer Engine's grouped layers launch a product for every expert, and handle every expert's weight in Python in
+each pass: with a hundred experts the host is slower than the GPU. Where all weights of a layer lie one after the other
+they are one tensor, [experts, out, in], and so are their gradients; `join_experts` lays them so, in the order in which
+mcore's buffers keep them, and whatever does not lie so is multiplied as before.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import TEGroupedLinear
+from megatron.core.transformer import TransformerConfig
+
+HOPPER = (9, 0)  # before it, torch launches a product for every expert, too
+
+
+def joins_experts(config: Any) -> bool:
+    """Whether the experts of a model of this config are multiplied together, given a GPU that can.
+
+    In bf16, with `moe_grouped_gemm` and `gradient_accumulation_fusion`; not with what changes those products or when
+    their weights' gradients are computed.
+    """
+    unlike = ("fp8", "fp4", "add_bias_linear", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+    unlike += ("use_transformer_engine_op_fuser", "fine_grained_activation_offloading")
+    wanted = ("num_moe_experts", "moe_grouped_gemm", "bf16", "gradient_accumulation_fusion")
+    return all(getattr(config, name) for name in wanted) and not any(getattr(config, name) for name in unlike)
+
+
+def join_experts(chunk: torch.nn.Module, config: TransformerConfig) -> None:
+    """Lay the weights of each of Transformer Engine's grouped layers one after the other, and multiply them as one."""
+    if not joins_experts(config) or not torch.cuda.is_available() or torch.cuda.get_device_capability() < HOPPER:
+        return
+    for layer in chunk.modules():
+        if isinstance(layer, TEGroupedLinear):
+            join_weights(layer)
+
+
+def join_weights(layer: Any) -> None:
+    """Lay the weights of one layer, "weight0" and so on, one after the other."""
+    names = [f"weight{index}" for index in range(layer.num_gemms)]
+    weights: list[torch.nn.Parameter] = [getattr(layer, name) for name in names]
+    if any(size % 8 for size in weights[0].shape) or any(weight.is_meta for weight in weights):
+        return  # grouped_mm wants rows of whole 16 bytes
+    block = torch.stack([weight.detach() for weight in weights])
+    for name, weight, place in zip(names, weights, block, strict=True):
+        weight.data = place
+        del layer._parameters[name]
+    for name, weight in zip(reversed(names), reversed(weights), strict=True):  # mcore's buffers begin with the last
+        layer.register_parameter(name, weight)
+    layer.forward = ExpertProducts(layer, names)
+
+
+def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return a view of tensors of one shape that lie one after the other, [tensors, …], or None if they do not."""
+    first = tensors[0]
+    begin, step, storage = first.data_ptr(), first.nbytes, first.untyped_storage()
+    places = [tensor.data_ptr() for tensor in tensors]
+    if places != [*range(begin, begin + step * len(tensors), step)] or not first.is_contiguous():
+        return None
+    if begin + step * len(tensors) > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.detach().as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def are_joined(chunk: torch.nn.Module) -> bool:
+    """Whether `join_weights` changed the order of this chunk's parameters."""
+    return any(isinstance(vars(layer).get("forward"), ExpertProducts) for layer in chunk.modules())
+
+
+def add_weight_gradients(
+    total_input: torch.Tensor, grad_output: torch.Tensor, ends: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """``main_grad[e] += grad_outputᵀ · total_input`` over the tokens of each expert e, accumulated in float32.
+
+    Args:
+        total_input: [tokens, in], sorted by expert.
+        grad_output: [tokens, out], the same dtype.
+        ends: [experts], int32, where the tokens of each expert end.
+        main_grad: [experts, out, in], float32, or the dtype of the others; changed in place.
+    """
+    if main_grad.is_cuda:
+        from minloop.layers.expert_gradient import add_gradients  # which needs Triton
+
+        add_gradients(total_input, grad_output, ends, main_grad)
+    else:
+        main_grad += F.grouped_mm(grad_output.t(), total_input, offs=ends)
+
+
+class ExpertProducts:
+    """The forward pass of one grouped layer: tokens sorted by expert, [tokens, in], to ([tokens, out], None)."""
+
+    def __init__(self, layer: Any, names: Sequence[str]):
+        self.layer, self.names = layer, names
+        self.one_by_one = layer.forward
+
+    def __call__(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`m_splits` are the numbers of tokens of each expert."""
+        weights: list[Any] = [getattr(self.layer, name) for name in self.names]
+        *_, total = ends = [*itertools.accumulate(m_splits)]
+        whole = as_one(weights) if 0 < total == len(x) and x.dtype == weights[0].dtype else None
+        main_grad: torch.Tensor | None = None
+        if trained := torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            sums: list[Any] = [getattr(weight, "main_grad", None) for weight in weights]
+            main_grad = as_one(sums) if all(isinstance(each, torch.Tensor) for each in sums) else None
+        if whole is None or (trained and main_grad is None):
+            return self.one_by_one(x, m_splits)
+        on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=x.is_cuda)
+        return _Product.apply(x, on_host.to(x.device, non_blocking=True), whole, main_grad, *weights), None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        ends: torch.Tensor,
+        whole: torch.Tensor,
+        main_grad: torch.Tensor | None,
+        *weights: torch.nn.Parameter,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.whole, ctx.main_grad, ctx.weights = whole, main_grad, weights
+        return F.grouped_mm(x, whole.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, ends = ctx.saved_tensors
+        grad_output, weights = grad_outputs[0].contiguous(), ctx.weights
+        grad_input = F.grouped_mm(grad_output, ctx.whole, offs=ends) if ctx.needs_input_grad[0] else None
+        gradients: list[torch.Tensor | None] = [None] * len(weights)
+        if ctx.main_grad is not None:
+            add_weight_gradients(x, grad_output, ends, ctx.main_grad)
+            stand_in = torch.empty_like(weights[0])  # DDP's hooks wait for a gradient, and do not read this one
+            for index, weight in enumerate(weights):
+                weight.grad_added_to_main_grad = True
+                gradients[index] = stand_in.detach()
+        return grad_input, None, None, None, *gradients
