@@ -7,7 +7,8 @@
     ... benchmarks/throughput.py E gpus=2 expert_model_parallel_size=2 moe_router_force_load_balancing=True
 
 Words `name=value` are counts and fields of the shape (see shapes.read_run); `warmup=5` steps that do not count;
-`profile=FILE`, where kernels, launches and waits of one more step are listed; and fields of mcore's TransformerConfig,
+`profile=FILE`, where kernels, launches and waits of one more step are listed; `host_profile=FILE`, for which the Python
+stacks of one more step are looked at every millisecond; and fields of mcore's TransformerConfig,
 DistributedDataParallelConfig and OptimizerConfig, by their names, in the place of those that minloop chooses;
 `reshard_after_forward=True` asks for torch FSDP2. What is set here by hand is in SETTINGS; the rest is what minloop's
 build functions choose.
@@ -21,7 +22,10 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -42,12 +46,13 @@ SETTINGS: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "check_for_nan_in_grad": False,
 }
+NO_FIELDS = ("warmup", "profile", "host_profile")
 OF_SHAPE: dict[str, dict[str, Any]] = {"A": {"cuda_graph_impl": "full_iteration"}}  # bound by launches
 
 
 def build(run: Run) -> minloop.TrainState:
     """The state of one run, from the benchmark's weights where a rank has them whole to begin with."""
-    given = {name: read(value) for name, value in run.options.items() if name not in ("warmup", "profile")}
+    given = {name: read(value) for name, value in run.options.items() if name not in NO_FIELDS}
     torch_fsdp = {name: given.pop(name) for name in ("reshard_after_forward",) if name in given}
     settings = run.shape.transformer_fields() | SETTINGS | OF_SHAPE.get(run.shape.name, {}) | given
 
@@ -182,18 +187,48 @@ def profile(state: minloop.TrainState, data: Iterator[minloop.Batch], count: int
             print(f"host: {e.count:6d} × {e.key}, {e.self_cpu_time_total / 1000:.2f} ms", file=out)
 
 
+def host_profile(state: minloop.TrainState, data: Iterator[minloop.Batch], count: int, file: str) -> None:
+    """Where the host was in one step: how many looks found each line of Python innermost, and how many on a stack.
+
+    Backward passes run in a thread of their own; between its lines of Python the first one waits in the engine.
+    """
+    stop, innermost, within = threading.Event(), Counter[str](), Counter[str]()
+
+    def look() -> None:
+        while not stop.wait(0.001):
+            for thread, frame in sys._current_frames().items():
+                if thread != threading.get_ident():
+                    stack = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame)]
+                    innermost[stack[-1]] += 1
+                    within.update(set(stack))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    minloop.train_step(state, data, num_microbatches=count)
+    torch.cuda.synchronize()
+    stop.set()
+    looker.join()
+    with open(file, "w") as out:
+        for title, counter in (("innermost", innermost), ("on the stack", within)):
+            print(title, file=out)
+            for line, looks in counter.most_common(120):
+                print(f"{looks:6d} {line}", file=out)
+
+
 def main(words: list[str]) -> None:
     run = read_run(words)
     warmup = int(run.options.get("warmup", 5))
     before = product_rate()
     state = build(run)
-    data = batches(run, state, run.steps + 1)
+    data = batches(run, state, run.steps + 2)
     step_ms, losses = train(run, state, data)
     timed = step_ms[-(-warmup // run.window) :] or step_ms[-1:]
     peak = torch.cuda.max_memory_allocated() / 2**30
     first = minloop.is_first_rank(state.groups)
     if file := run.options.get("profile"):
         profile(state, data, run.shape.num_microbatches(state.groups.dp.size()), file if first else os.devnull)
+    if file := run.options.get("host_profile"):
+        host_profile(state, data, run.shape.num_microbatches(state.groups.dp.size()), file if first else os.devnull)
     config = state.config
     minloop.shutdown_distributed()
     if first:

@@ -98,8 +98,9 @@ def mended_distributed_optimizers(state: TrainState, *, by_buckets: bool) -> Gen
     if by_buckets and any(are_joined(chunk) for chunk in state.chunks):
         raise ValueError(
             "the checkpoint's optimizer state is stored by buckets (distrib_optim_sharding_type='dp_reshardable'), "
-            "where weights of experts have another order than gradient_accumulation_fusion=True with "
-            "moe_grouped_gemm=True gives them here: set gradient_accumulation_fusion=False, or load with weights_only=True"
+            "where weights of experts have another order than gradient_accumulation_fusion=True and "
+            "moe_grouped_gemm=True give them here: set gradient_accumulation_fusion=False, or load with "
+            "weights_only=True"
         )
     with contextlib.ExitStack() as undo:
         for optimizer in inner_optimizers(state.optimizer):

@@ -82,7 +82,7 @@ def add_weight_gradients(
         ends: [experts], int32, where the tokens of each expert end.
         main_grad: [experts, out, in], float32, or the dtype of the others; changed in place.
     """
-    if main_grad.is_cuda:
+    if main_grad.device.type == "cuda":  # not is_cuda, which the CPU backend makes true
         from minloop.layers.expert_gradient import add_gradients  # which needs Triton
 
         add_gradients(total_input, grad_output, ends, main_grad)
@@ -108,7 +108,7 @@ class ExpertProducts:
             main_grad = as_one(sums) if all(isinstance(each, torch.Tensor) for each in sums) else None
         if whole is None or (trained and main_grad is None):
             return self.one_by_one(x, m_splits)
-        on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=x.is_cuda)
+        on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=x.device.type == "cuda")
         return _Product.apply(x, on_host.to(x.device, non_blocking=True), whole, main_grad, *weights), None
 
 

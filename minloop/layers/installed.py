@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.nn import Module
 
 from minloop.layers.flash_window import mend_flash_attention
@@ -44,3 +45,13 @@ def _rotate_as_fits(attention: Any, _: Any, options: dict[str, Any]) -> None:
 
 def _rotate_fused(attention: Any, *_: Any) -> None:
     attention.config.fused_single_qkv_rope = True
+
+
+def sort_tokens_once(chunk: Module) -> None:
+    """Where one rank has all experts, whole, leave out mcore's sort by rank and expert of tokens sorted by expert."""
+    for module in chunk.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher) or dispatcher.drop_and_pad:
+            continue
+        if dispatcher.ep_size == dispatcher.tp_size == 1:
+            dispatcher.num_local_experts = 1  # which there decides over that sort alone
