@@ -72,7 +72,7 @@ def test_equal_to_expert_after_expert(splits: list[int], main_grad_dtype: torch.
 
 
 def test_what_does_not_lie_together_is_multiplied_as_before() -> None:
-    layer = OneByOne()
+    layer: Any = OneByOne()
     join_weights(layer)
     x = torch.randn(6, IN, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -92,6 +92,12 @@ def test_what_does_not_lie_together_is_multiplied_as_before() -> None:
     assert layer.calls == 3
     layer(x[:0], [0, 0, 0, 0])
     assert layer.calls == 4
+    layer = OneByOne()
+    join_weights(layer)
+    with_main_grads(layer, torch.float32)
+    layer.weight3.requires_grad_(False)
+    layer(x, [1, 2, 3, 0])  # of some experts alone
+    assert layer.calls == 1
 
 
 def test_a_view_of_what_lies_together() -> None:

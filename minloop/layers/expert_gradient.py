@@ -5,6 +5,8 @@ Imported only where there is a GPU, and so a torch that brings Triton.
 # pyright: reportMissingImports=false, reportMissingParameterType=false, reportUntypedFunctionDecorator=false
 # (Triton is not with the torch for CPUs, on which types are checked, and reads no types but its own.)
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -55,4 +57,5 @@ def add_gradients(
     experts, outputs, inputs = main_grad.shape
     tiles = triton.cdiv(outputs, OUTPUTS) * triton.cdiv(inputs, INPUTS)
     sizes = (outputs, inputs, OUTPUTS, INPUTS, TOKENS)
-    _add[(tiles, experts)](grad_output, total_input, ends, main_grad, *sizes, num_warps=8, num_stages=3)
+    kernel: Any = _add
+    kernel[(tiles, experts)](grad_output, total_input, ends, main_grad, *sizes, num_warps=8, num_stages=3)

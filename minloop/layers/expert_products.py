@@ -8,6 +8,7 @@ mcore's buffers keep them, and whatever does not lie so is multiplied as before.
 
 import itertools
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return a view of tensors of one shape that lie one after the other, [tensors, …], or None if they do not."""
     first = tensors[0]
     begin, step, storage = first.data_ptr(), first.nbytes, first.untyped_storage()
-    places = [tensor.data_ptr() for tensor in tensors]
+    places = [*map(torch.Tensor.data_ptr, tensors)]
     if places != [*range(begin, begin + step * len(tensors), step)] or not first.is_contiguous():
         return None
     if begin + step * len(tensors) > storage.data_ptr() + storage.nbytes():
@@ -99,17 +100,24 @@ class ExpertProducts:
 
     def __call__(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`m_splits` are the numbers of tokens of each expert."""
-        weights: list[Any] = [getattr(self.layer, name) for name in self.names]
+        weights = [
+            *map(self.layer._parameters.__getitem__, self.names)
+        ]  # layer.weight0 and so on take ten times as long
         *_, total = ends = [*itertools.accumulate(m_splits)]
         whole = as_one(weights) if 0 < total == len(x) and x.dtype == weights[0].dtype else None
-        main_grad: torch.Tensor | None = None
-        if trained := torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-            sums: list[Any] = [getattr(weight, "main_grad", None) for weight in weights]
-            main_grad = as_one(sums) if all(isinstance(each, torch.Tensor) for each in sums) else None
-        if whole is None or (trained and main_grad is None):
+        trained = {False} if not torch.is_grad_enabled() else {*map(attrgetter("requires_grad"), weights)}
+        main_grad = _main_grad(weights) if trained == {True} else None
+        if whole is None or (True in trained and main_grad is None):
             return self.one_by_one(x, m_splits)
         on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=x.device.type == "cuda")
         return _Product.apply(x, on_host.to(x.device, non_blocking=True), whole, main_grad, *weights), None
+
+
+def _main_grad(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    try:
+        return as_one([*map(attrgetter("main_grad"), weights)])
+    except AttributeError:  # no DDP around the model
+        return None
 
 
 class _Product(torch.autograd.Function):
@@ -131,11 +139,11 @@ class _Product(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         grad_output, weights = grad_outputs[0].contiguous(), ctx.weights
         grad_input = F.grouped_mm(grad_output, ctx.whole, offs=ends) if ctx.needs_input_grad[0] else None
-        gradients: list[torch.Tensor | None] = [None] * len(weights)
-        if ctx.main_grad is not None:
-            add_weight_gradients(x, grad_output, ends, ctx.main_grad)
-            stand_in = torch.empty_like(weights[0])  # DDP's hooks wait for a gradient, and do not read this one
-            for index, weight in enumerate(weights):
+        if ctx.main_grad is None:
+            return grad_input, None, None, None, *(None for _ in weights)
+        add_weight_gradients(x, grad_output, ends, ctx.main_grad)
+        if not getattr(weights[-1], "grad_added_to_main_grad", False):
+            for weight in weights:
                 weight.grad_added_to_main_grad = True
-                gradients[index] = stand_in.detach()
-        return grad_input, None, None, None, *gradients
+        stand_in = torch.empty_like(weights[0])  # DDP's hooks wait for a gradient, and do not read this one
+        return grad_input, None, None, None, *map(torch.Tensor.detach, itertools.repeat(stand_in, len(weights)))
