@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
+from minloop.layers.expert_products import joins_experts
 from minloop.messages import say_once
 from minloop.precision_checks import fp8_advice
 
@@ -63,6 +64,12 @@ def environment_advice(
                 f"overlap_grad_reduce=True with {data_parallel_size} data parallel ranks: start with "
                 f"{' '.join(lacking)}, or norms that fill the GPU hold up the communication"
             )
+    one_by_one = with_te and config.moe_grouped_gemm and config.bf16 and not (config.fp8 or joins_experts(config))
+    if one_by_one and capability == (9, 0) and environment.get("NVTE_USE_CUTLASS_GROUPED_GEMM") != "1":
+        advice.append(
+            "moe_grouped_gemm=True with products that Transformer Engine makes (see minloop.layers.expert_products): "
+            "start with NVTE_USE_CUTLASS_GROUPED_GEMM=1, or it launches one for every expert"
+        )
     if not with_te:
         why = "transformer_impl='local' was asked for" if HAVE_TE else "Transformer Engine is not installed"
         advice.append(f"{why}: mcore's local layers train at a fraction of the speed of Transformer Engine's")

@@ -53,3 +53,17 @@ def test_norms_leave_room_for_communication_and_slow_layers_are_named() -> None:
     (margins,) = environment_advice(config, ddp_config, data_parallel_size=2, capability=HOPPER, environment={})
     assert "NVTE_FWD_LAYERNORM_SM_MARGIN=16 NVTE_BWD_LAYERNORM_SM_MARGIN=16" in margins
     assert not environment_advice(config, ddp_config, data_parallel_size=1, capability=HOPPER, environment={})
+
+
+def test_experts_one_after_another_want_cutlass() -> None:
+    config = minloop.build_config(**MODEL, num_moe_experts=4, bf16=True, add_bias_linear=False)
+    config.transformer_impl, config.moe_grouped_gemm = "transformer_engine", True  # of a GPU with Transformer Engine
+    config.gradient_accumulation_fusion = False
+    ddp_config = minloop.build_ddp_config(config)
+    given: dict[str, Any] = {"data_parallel_size": 1, "capability": HOPPER, "environment": {}}
+    (said,) = environment_advice(config, ddp_config, **given)
+    assert "NVTE_USE_CUTLASS_GROUPED_GEMM=1" in said
+    given["environment"] = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
+    assert not environment_advice(config, ddp_config, **given)
+    config.gradient_accumulation_fusion = True
+    assert not environment_advice(config, ddp_config, **(given | {"environment": {}}))
