@@ -3,9 +3,10 @@
     PYTHONPATH=$PWD python -m torch.distributed.run --nproc-per-node 1 benchmarks/overhead.py A steps=100
 
 Words as for throughput.py; launches are not captured in a graph, which would hide the host's time. Both steps train the
-same model on the same batches in one process, in turn, `steps` at a time, five times each. The hand-written step is
-what one would write around mcore: no check of token ids, no report to other ranks, an integer count of tokens, and a
-loss that nobody reads. Results go to results/overhead.json.
+same model on the same batches in one process, in turn, `steps` at a time, five times each, and so does minloop's step
+in parts (`begin_step`, `forward_backward`, `finish_step`). The hand-written step is what one would write around mcore:
+no check of token ids, no report to other ranks, an integer count of tokens, and a loss that nobody reads. Results go to
+results/overhead.json, without a GPU to results/overhead_cpu.json, of `tiny` as it is nowhere.
 """
 
 import json
@@ -25,10 +26,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import minloop
-from benchmarks.shapes import Run, read_run
+from benchmarks.shapes import SHAPES, Run, read_run
 from benchmarks.throughput import batches, build
 
-RESULT = Path(__file__).parent / "results" / "overhead.json"
+ON_GPU = torch.cuda.is_available()
+RESULT = Path(__file__).parent / "results" / ("overhead.json" if ON_GPU else "overhead_cpu.json")
 ROUNDS = 5
 
 
@@ -61,6 +63,12 @@ def plain_step(run: Run, state: minloop.TrainState, data: Iterator[minloop.Batch
     state.optimizer.step()
 
 
+def step_in_parts(state: minloop.TrainState, data: Iterator[minloop.Batch], count: int) -> None:
+    minloop.begin_step(state)
+    minloop.forward_backward(state, data, num_microbatches=count)
+    minloop.finish_step(state)
+
+
 def timed(step: Callable[[], Any], steps: int) -> float:
     """Milliseconds per step of `steps` steps, the GPU waited for at the end alone."""
     torch.cuda.synchronize()
@@ -80,6 +88,7 @@ def main(words: list[str]) -> None:
     steps: dict[str, Callable[[], Any]] = {
         "minloop": lambda: minloop.train_step(state, data, num_microbatches=count),
         "hand-written": lambda: plain_step(run, state, data),
+        "in parts": lambda: step_in_parts(state, data, count),
     }
     for step in steps.values():
         timed(step, 5)
@@ -87,15 +96,17 @@ def main(words: list[str]) -> None:
         rounds = [{name: timed(step, run.steps) for name, step in steps.items()} for _ in range(ROUNDS)]
     medians = {name: statistics.median(r[name] for r in rounds) for name in steps}
     result = {
-        "shape": run.shape.name,
-        "chip": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "words": run.words,
+        "chip": torch.cuda.get_device_name() if ON_GPU else "CPU",
         "ms_per_step": {name: [round(r[name], 3) for r in rounds] for name in steps},
         "ratio": round(statistics.median(r["minloop"] / r["hand-written"] for r in rounds), 4),
+        "ratio_in_parts": round(statistics.median(r["in parts"] / r["minloop"] for r in rounds), 4),
         "versions": {name: metadata.version(name) for name in ("torch", "megatron-core")},
         "date": datetime.now(UTC).date().isoformat(),
     }
     print(", ".join(f"{name} {ms:.2f} ms" for name, ms in medians.items()), f"a step: {result['ratio']:.3f} times")
-    if run.shape.name != "tiny":
+    print(f"in parts: {result['ratio_in_parts']:.3f} times the whole step")
+    if run.shape != SHAPES["tiny"]:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     minloop.shutdown_distributed()
 
