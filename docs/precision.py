@@ -26,7 +26,7 @@ def draw(cases):
         parts.append(f'<polyline points="{points}" fill="none" {stroke}/>')
         legend = TOP + 20 + 18 * index
         mean = sum(curve[-LAST:]) / len(curve[-LAST:])
-        text = f"{name.replace('_', ' ')}: {mean:.3f} over the last {LAST}, {cases[name]['median_ms']:.0f} ms a step"
+        text = f"{name.replace('_', ' ')}: {mean:.3f} over the last {LAST}"
         if cases[name]["skipped"]:
             text += f", {cases[name]['skipped']} skipped"
         parts.append(f'<path d="M{legend_left} {legend - 4}h24" {stroke}/>')
