@@ -1,20 +1,24 @@
-"""Ways to train one shape side by side: each a run of throughput.py in a process group of its own, a row for each.
+"""Ways to train one shape side by side: each a run of throughput.py, a row for each.
 
 The words of a program that does so are names of its cases, all if there is none, and `name=value`: a shape (`shape=D`),
 `warmup=3` steps that do not count, `timeout=300` seconds of a case, and what shapes.read_run reads. A row is the case,
 the median tokens per second and GPU, the highest peak of memory on the first rank, and the loss of each step.
+
+Cases of as many GPUs run one after another, in the processes that case_runner.py starts; then those of another number.
 """
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.compare_peers import RESULTS, Comparison, machine, measure
+from benchmarks.case_runner import results
+from benchmarks.compare_peers import RESULTS, machine
+from benchmarks.peers.processes import Result
 from benchmarks.shapes import Run, read_run
 
 SHOWN = (
@@ -39,13 +43,15 @@ def words(fields: dict[str, Any]) -> dict[str, str]:
 
 
 def read_cases(given: list[str], cases: dict[str, Any], defaults: dict[str, str]) -> Asked:
-    """Read a program's words. Raises ValueError for a case that there is not."""
+    """Read a program's words. Raises ValueError for a case that there is not, or too few steps."""
     names = [word for word in given if "=" not in word] or [*cases]
     if unknown := set(names) - cases.keys():
         raise ValueError(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(cases)}")
     counts = defaults | dict(word.split("=", 1) for word in given if "=" in word)
     shape, warmup, timeout = counts.pop("shape"), int(counts.pop("warmup")), int(counts.pop("timeout"))
     run = read_run([shape, *(f"{name}={value}" for name, value in counts.items())])
+    if run.steps <= warmup:
+        raise ValueError(f"steps={run.steps} leave none after warmup={warmup}: take more steps, or a smaller warmup")
     return Asked(names, run, warmup, timeout)
 
 
@@ -65,16 +71,20 @@ def that_fit(asked: Asked, cases: dict[str, dict[str, Any]]) -> Asked:
     return replace(asked, names=[name for name in asked.names if name not in too_large])
 
 
-def row(name: str, fields: dict[str, Any], asked: Asked) -> dict[str, Any]:
-    """Run one case; what it measured, or why it did not."""
-    run = one_run(asked.run, fields)
-    made: dict[str, Any] = {"case": name, "fields": words(fields), "words": run.words}
-    try:
-        result = measure("minloop", Comparison(run, ["minloop"], 1, asked.warmup, asked.timeout))
-    except RuntimeError as error:
-        return made | {"error": str(error)}
-    ms = statistics.median(result.step_ms[asked.warmup :])
-    return made | {
+def run_cases(asked: Asked, cases: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Run the cases that were asked for; what each measured, or why it did not, as it comes."""
+    runs = [(name, one_run(asked.run, cases[name])) for name in asked.names]
+    counts = [*dict.fromkeys(run.gpus for _, run in runs)]
+    runs.sort(key=lambda each: counts.index(each[1].gpus))
+    for (name, run), result in zip(runs, results([run for _, run in runs], asked.timeout), strict=True):
+        made = {"case": name, "fields": words(cases[name]), "words": run.words}
+        yield made | ({"error": str(result)} if isinstance(result, RuntimeError) else row(run, result, asked.warmup))
+
+
+def row(run: Run, result: Result, warmup: int) -> dict[str, Any]:
+    """What a run gave, its rate without the steps of the warm-up."""
+    ms = statistics.median(result.step_ms[warmup:])
+    return {
         "peak_gib": round(result.peak_memory_gib, 2),
         "tokens_per_s_per_gpu": round(run.shape.tokens_per_step / run.gpus / ms * 1000, 1),
         "last_loss": result.losses[-1],
@@ -95,14 +105,10 @@ def write(rows: list[dict[str, Any]], file: Path) -> None:
 
 
 def keep(made: Iterable[dict[str, Any]], file: str) -> None:
-    """Write each row, as it is made, to results/`file`, and say what it shows."""
+    """Say what each row shows, as it is made; on a GPU write it to results/`file`."""
     rows: list[dict[str, Any]] = []
     for one in made:
         rows.append(one)
-        write(rows, RESULTS / file)
+        if torch.cuda.is_available():
+            write(rows, RESULTS / file)
         print({name: one[name] for name in SHOWN if name in one}, flush=True)
-
-
-def run_cases(asked: Asked, cases: dict[str, dict[str, Any]], file: str) -> None:
-    """Run the cases that were asked for in turn, and keep their rows."""
-    keep((row(name, cases[name], asked) for name in asked.names), file)

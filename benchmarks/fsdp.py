@@ -2,7 +2,7 @@
 
     PYTHONPATH=$PWD python benchmarks/fsdp.py                        # every case on 2 GPUs, about 80 s each
     PYTHONPATH=$PWD python benchmarks/fsdp.py zero1_4 megatron_fsdp_4 hsdp_4 hsdp_4_outer_optimizer steps=10
-    PYTHONPATH=$PWD python benchmarks/fsdp.py shape=tiny steps=4     # small enough for a CPU
+    PYTHONPATH=$PWD python benchmarks/fsdp.py shape=tiny steps=6     # small enough for a CPU
 
 Words as cases.py says. Names with a 4 need 4 GPUs, and are left out where there are fewer; HSDP shards over two GPUs
 and repeats that on two more. Every case trains on the same tokens from the same weights, 20 steps; rows go to
@@ -12,7 +12,7 @@ results/fsdp.json after each.
 import sys
 from typing import Any
 
-from benchmarks.cases import read_cases, run_cases, that_fit
+from benchmarks.cases import keep, read_cases, run_cases, that_fit
 
 DEFAULTS = {"shape": "D4096", "gpus": "2", "global_batch_size": "8", "steps": "20", "warmup": "5", "timeout": "200"}
 
@@ -39,4 +39,5 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 if __name__ == "__main__":
-    run_cases(that_fit(read_cases(sys.argv[1:], CASES, DEFAULTS), CASES), CASES, "fsdp.json")
+    asked = that_fit(read_cases(sys.argv[1:], CASES, DEFAULTS), CASES)
+    keep(run_cases(asked, CASES), "fsdp.json")

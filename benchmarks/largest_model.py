@@ -6,17 +6,19 @@ for.
     PYTHONPATH=$PWD python benchmarks/largest_model.py shape=tiny budget=0.165
 
 Words as cases.py says, and `budget=128`, the GiB that `minloop.estimate_memory` may expect. It says how many layers
-fit; three steps with so many show whether they do. If not, a sixteenth is taken off, up to `TRIES` runs in all. Models
-of fully sharded kinds are built in parts (`init_model_with_meta_device`). Rows go to results/largest_model.json.
+fit; three steps with so many show whether they do. If not, a sixteenth is taken off, up to `TRIES` runs in all, each
+after the other cases' runs. Models of fully sharded kinds are built in parts (`init_model_with_meta_device`). Rows go
+to results/largest_model.json.
 """
 
 import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import minloop
-from benchmarks.cases import Asked, keep, read_cases, row
+from benchmarks.cases import Asked, keep, read_cases, run_cases, words
 from benchmarks.fsdp import MEGATRON, TORCH
 from benchmarks.memory import FULL, estimate
 from benchmarks.shapes import Run
@@ -44,28 +46,40 @@ def most_layers(run: Run, fields: dict[str, Any], budget: float) -> int:
     return sum(1 for _ in itertools.takewhile(lambda size: size[1] <= budget * 2**30, sizes))
 
 
-def largest(name: str, asked: Asked, budget: float) -> dict[str, Any]:
-    """The row of the largest model of a case that trained."""
-    layers, made = most_layers(asked.run, CASES[name], budget), dict[str, Any]()
+def with_size(made: dict[str, Any], run: Run, layers: int) -> dict[str, Any]:
+    """A case's row, with the size of its model."""
+    run = with_layers(run, layers)
+    config = minloop.TransformerConfig(**run.shape.transformer_fields())
+    return made | {
+        "num_layers": layers,
+        "parameters": count_parameters(config, vocab_size=run.shape.vocab_size).total,
+        "estimate_gib": round(estimate(run, CASES[made["case"]]).total / 2**30, 2),
+    }
+
+
+def largest(asked: Asked, budget: float) -> Iterator[dict[str, Any]]:
+    """The row of each case's largest model that trained, or of the last that did not."""
+    layers = {name: most_layers(asked.run, CASES[name], budget) for name in asked.names}
+    for name in [name for name, most in layers.items() if most == 0]:
+        one = estimate(with_layers(asked.run, 1), CASES[name]).total / 2**30
+        error = f"not even one layer fits budget={budget:g} GiB: it is expected to take {one:.3g} GiB"
+        yield {"case": name, "fields": words(CASES[name]), "num_layers": layers.pop(name), "tries": 0, "error": error}
     for tried in range(1, TRIES + 1):
-        run = with_layers(asked.run, layers)
-        config = minloop.TransformerConfig(**run.shape.transformer_fields())
-        made = row(name, CASES[name] | {"num_layers": layers}, asked) | {
-            "num_layers": layers,
-            "parameters": count_parameters(config, vocab_size=run.shape.vocab_size).total,
-            "estimate_gib": round(estimate(run, CASES[name]).total / 2**30, 2),
-            "tries": tried,
-        }
-        if "error" not in made:
-            break
-        layers = layers * 15 // 16
-    return made
+        cases = {name: CASES[name] | {"num_layers": most} for name, most in layers.items()}
+        for made in run_cases(replace(asked, names=[*cases]), cases):
+            name = made["case"]
+            made = with_size(made, asked.run, layers.pop(name)) | {"tries": tried}
+            fewer = made["num_layers"] * 15 // 16
+            if "error" not in made or tried == TRIES or fewer == 0:
+                yield made
+            else:
+                layers[name] = fewer
 
 
-def main(words: list[str]) -> None:
-    budget = float(dict(word.split("=", 1) for word in words if "=" in word).get("budget", 128))
-    asked = read_cases([word for word in words if not word.startswith("budget=")], CASES, DEFAULTS)
-    keep((largest(name, asked, budget) for name in asked.names), "largest_model.json")
+def main(given: list[str]) -> None:
+    budget = float(dict(word.split("=", 1) for word in given if "=" in word).get("budget", 128))
+    asked = read_cases([word for word in given if not word.startswith("budget=")], CASES, DEFAULTS)
+    keep(largest(asked, budget), "largest_model.json")
 
 
 if __name__ == "__main__":

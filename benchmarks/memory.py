@@ -16,7 +16,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
 import minloop
-from benchmarks.cases import Asked, keep, read_cases, row
+from benchmarks.cases import keep, read_cases, run_cases
 from benchmarks.shapes import Run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -70,13 +70,12 @@ def estimate(run: Run, fields: dict[str, Any]) -> minloop.MemoryEstimate:
     )
 
 
-def row_with_estimate(name: str, asked: Asked) -> dict[str, Any]:
-    """Run one case; what it measured, or why it did not, beside the estimate."""
-    expected = estimate(asked.run, CASES[name])
-    made = row(name, CASES[name], asked)
+def with_estimate(made: dict[str, Any], run: Run) -> dict[str, Any]:
+    """A case's row, with the estimate beside what it measured."""
+    expected = estimate(run, CASES[made["case"]])
     parts = asdict(expected) | {"total": expected.total}
     made["estimate_gib"] = {part: round(size / 2**30, 2) for part, size in parts.items()}
-    if "peak_gib" in made:
+    if made.get("peak_gib"):  # none on a CPU
         made["estimate_error"] = round(expected.total / 2**30 / made["peak_gib"] - 1, 4)
     return made
 
@@ -84,7 +83,7 @@ def row_with_estimate(name: str, asked: Asked) -> dict[str, Any]:
 def main(given: list[str]) -> None:
     counts = {"shape": "D", "gpus": "2", "global_batch_size": "8", "steps": "3", "warmup": "1", "timeout": "90"}
     asked = read_cases(given, CASES, counts)
-    keep((row_with_estimate(name, asked) for name in asked.names), "memory.json")
+    keep((with_estimate(made, asked.run) for made in run_cases(asked, CASES)), "memory.json")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.cases import Asked, keep, read_cases, row, that_fit
+from benchmarks.cases import Asked, keep, read_cases, run_cases, that_fit
 
 DEFAULTS = {"shape": "C", "steps": "8", "warmup": "3", "timeout": "300"}
 MICROBATCHES = 16  # of each GPU
@@ -49,8 +49,7 @@ def against(first: dict[str, Any], made: dict[str, Any]) -> dict[str, float]:
 
 def compared(asked: Asked, cases: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     first: dict[str, Any] = {}
-    for name in asked.names:
-        made = row(name, cases[name], asked)
+    for made in run_cases(asked, cases):
         first = first or made
         yield made | against(first, made)
 

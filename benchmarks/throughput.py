@@ -31,6 +31,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
 import minloop
 from benchmarks import weights
@@ -47,12 +48,13 @@ SETTINGS: dict[str, Any] = {
     "check_for_nan_in_grad": False,
 }
 NO_FIELDS = ("warmup", "profile", "host_profile")
+RESULT = '{"step_ms": '  # how the last line begins
 OF_SHAPE: dict[str, dict[str, Any]] = {"A": {"cuda_graph_impl": "full_iteration"}}  # bound by launches
 
 
 def build(run: Run) -> minloop.TrainState:
     """The state of one run, from the benchmark's weights where a rank has them whole to begin with."""
-    given = {name: read(value) for name, value in run.options.items() if name not in NO_FIELDS}
+    given = {name: read(name, value) for name, value in run.options.items() if name not in NO_FIELDS}
     torch_fsdp = {name: given.pop(name) for name in ("reshard_after_forward",) if name in given}
     settings = run.shape.transformer_fields() | SETTINGS | OF_SHAPE.get(run.shape.name, {}) | given
 
@@ -90,9 +92,11 @@ def build(run: Run) -> minloop.TrainState:
     return minloop.TrainState(chunks, minloop.build_optimizer(chunks, optimizer_config, groups), None, config, groups)
 
 
-def read(word: str) -> Any:
+def read(name: str, word: str) -> Any:
     if word.startswith("torch."):  # a dtype
         return getattr(torch, word.removeprefix("torch."))
+    if name == "attention_backend":
+        return AttnBackend[word]
     try:
         return ast.literal_eval(word)
     except (ValueError, SyntaxError):

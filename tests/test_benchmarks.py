@@ -1,15 +1,20 @@
 """What benchmarks stand on: words that say a run, the same tokens and weights for all peers, and reading their logs."""
 
+import gc
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks are no part of the package
 
+from ranks import run_ranks
+
 from benchmarks import (
+    case_runner,
     cases,
     context_parallel,
     fsdp,
@@ -25,7 +30,7 @@ from benchmarks import (
 from benchmarks.compare_peers import command_of, read_words, row, run_of, table
 from benchmarks.peers import megatron_lm, plain_torch, torchtitan
 from benchmarks.peers.processes import Result
-from benchmarks.shapes import SHAPES, read_run
+from benchmarks.shapes import SHAPES, Run, read_run
 
 LINE = (
     " [2026-11-30 02:38:53.82] iteration {i:8d}/       6 | consumed samples:            2 | elapsed time per iteration "
@@ -117,18 +122,67 @@ def test_cases_of_memory_say_what_they_expect() -> None:
     plain, mlp = (memory.estimate(run, memory.CASES[name]) for name in ("plain", "recompute_mlp"))
     assert plain.total - mlp.total > 20 * 2**30
     words = cases.words(memory.CASES["bf16_moments"])
-    assert throughput.read(words["exp_avg_dtype"]) is torch.bfloat16
+    assert throughput.read("exp_avg_dtype", words["exp_avg_dtype"]) is torch.bfloat16
 
 
 def test_a_case_is_a_run_of_its_own() -> None:
-    asked = cases.read_cases(["zero1", "fsdp2", "steps=4"], fsdp.CASES, fsdp.DEFAULTS)
-    assert (asked.names, asked.run.steps, asked.warmup) == (["zero1", "fsdp2"], 4, 5)
+    asked = cases.read_cases(["zero1", "fsdp2", "steps=6"], fsdp.CASES, fsdp.DEFAULTS)
+    assert (asked.names, asked.run.steps, asked.warmup) == (["zero1", "fsdp2"], 6, 5)
     run = cases.one_run(asked.run, fsdp.CASES["fsdp2"])
     assert run.options["reshard_after_forward"] == "True"
     run = cases.one_run(asked.run, context_parallel.CASES["128k_p2p"])
     assert (run.shape.sequence_length, run.options["context_parallel_size"]) == (131_072, "2")
     with pytest.raises(ValueError, match="no such case: zero4"):
         cases.read_cases(["zero4"], fsdp.CASES, fsdp.DEFAULTS)
+
+
+def printed_losses(text: str) -> list[list[float]]:
+    return [Result.read(line).losses for line in text.splitlines() if line.startswith(throughput.RESULT)]
+
+
+def run_together(words: list[str]) -> bool:
+    """The last run fails; is a model of those before it still there?"""
+    with pytest.raises(ValueError, match="no field of mcore's configs: no_such_field"):
+        case_runner.main(words)
+    case_runner.free()
+    return any(type(each) is GPTModel for each in gc.get_objects())
+
+
+def test_runs_in_the_same_processes_give_what_each_gives_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    base = read_run(["tiny", "gpus=2", "steps=3"])
+    runs = [cases.one_run(base, fsdp.CASES[name]).words for name in ("megatron_fsdp", "fsdp2")]
+    for words in runs:
+        run_ranks(2, throughput.main, words)
+    alone = printed_losses(capsys.readouterr().out)
+    assert run_ranks(2, run_together, [*runs[0], *runs[1], *base.words, "no_such_field=1"]) == [False, False]
+    assert printed_losses(capsys.readouterr().out) == alone
+    assert alone[0] != alone[1]
+
+
+def test_after_a_run_that_fails_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+import json, os, sys, time
+for place, name in enumerate(word for word in sys.argv[1:] if "=" not in word):
+    if name == "C" and place:  # no process but a new one will do
+        sys.exit(print("600 MiB are still allocated on a GPU"))
+    print("run", name, flush=True)
+    if name == "B":
+        raise ValueError("no room")
+    if name == "D":
+        time.sleep(60)
+    print(json.dumps({"step_ms": [os.getpid()], "losses": [1.0], "peak_memory_gib": 1.0}), flush=True)
+"""
+    monkeypatch.setattr(case_runner, "torchrun", lambda run, _: [sys.executable, "-c", program, *run.words])
+    runs = [read_run([name, f"gpus={gpus}"]) for name, gpus in zip("AABACCA", (1, 1, 1, 1, 1, 1, 2), strict=True)]
+    first, second, failed, *others = case_runner.results(runs, 30)
+    assert isinstance(failed, RuntimeError)
+    assert str(failed).startswith("minloop: exit code 1; its output ends with: run B")
+    assert str(failed).endswith("ValueError: no room")
+    pids = [result.step_ms[0] for result in (first, second, *others) if isinstance(result, Result)]
+    assert pids[0] == pids[1]
+    assert len({*pids[1:]}) == len(others) + 1 == 5
+    (late,) = case_runner.results([read_run(["D"])], 1)
+    assert str(late).endswith("ended after 1 s")
 
 
 def test_cases_for_more_gpus_than_there_are_are_left_out(
@@ -166,6 +220,28 @@ def test_sharding_more_makes_room_for_more_layers() -> None:
     run = cases.read_cases([], largest_model.CASES, largest_model.DEFAULTS).run
     zero1, megatron, torch_fsdp = (largest_model.most_layers(run, kind, 128) for kind in largest_model.KINDS.values())
     assert 32 < zero1 < megatron < torch_fsdp
+
+
+@pytest.mark.filterwarnings("ignore:Transformer Engine cross entropy")
+def test_the_largest_model_has_fewer_layers_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = cases.read_cases(["zero1", "fsdp2"], largest_model.CASES, largest_model.DEFAULTS)
+    none = [*largest_model.largest(asked, 1)]  # and runs nothing
+    assert [made["num_layers"] for made in none] == [0, 0]
+    assert none[0]["error"].startswith("not even one layer fits budget=1 GiB: it is expected to take 18")
+    most = [largest_model.most_layers(asked.run, largest_model.CASES[name], 128) for name in asked.names]
+    tried: list[list[int]] = []
+
+    def results(runs: list[Run], _: int) -> list[Result | RuntimeError]:
+        tried.append([run.shape.num_layers for run in runs])
+        few = [run.shape.num_layers < most[0] for run in runs]
+        return [Result([1.0, 1.0], [2.0], 1.0) if fits else RuntimeError("no room") for fits in few]
+
+    monkeypatch.setattr(cases, "results", results)
+    zero1, torch_fsdp = largest_model.largest(asked, 128)
+    fewer = [layers * 15 // 16 for layers in most]
+    assert tried == [most, fewer, [fewer[1] * 15 // 16]]
+    assert (zero1["num_layers"], zero1["tries"], zero1.get("error")) == (fewer[0], 2, None)
+    assert (torch_fsdp["num_layers"], torch_fsdp["tries"], torch_fsdp["error"]) == (tried[2][0], 3, "no room")
 
 
 def test_precisions_read_the_same_text() -> None:
