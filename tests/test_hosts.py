@@ -54,13 +54,14 @@ def test_hosts_train_what_the_main_loop_trains(layout: dict[str, Any], tmp_path:
         assert list(tmp_path.rglob("metrics.csv"))
 
 
-@pytest.mark.slow  # most of it is the start of Ray's processes
+@pytest.mark.slow  # most of it is the start of Ray's processes, each of which imports pandas and pyarrow
 @pytest.mark.usefixtures("own_environment")
 def test_ray_train_trains_what_the_main_loop_trains(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray", reason="it is the host; the dev dependencies have it")
     ray_host, layout = example("ray_host"), LAYOUTS[0]
     # workers import the function that they run
     os.environ |= {"PYTHONPATH": str(EXAMPLES / "hosts"), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # one process less
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
     try:
         losses = ray_host.main(train_iters=4, storage_path=str(tmp_path), **layout)
