@@ -1,6 +1,8 @@
 """Saves that lose nothing: in the background, under kill -9, on a full disk, beside another run; and what is kept."""
 
+import atexit
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -187,6 +190,44 @@ def test_a_failed_save_is_one_error_on_every_rank_and_loses_nothing() -> None:
     assert "iter_0000001.unfinished" in before
     assert "removed" in after or "No such file" in after, after
     assert "on rank 0: PermissionError: [Errno 13] Permission denied" in denied
+
+
+def gloo_threads() -> int:
+    count = 0
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            count += "gloo" in name.read_text()
+    return count
+
+
+def check_gloo_threads(expected: int) -> None:
+    """End the process with 3 if there are more; one that was joined may be listed a little longer."""
+    deadline = time.monotonic() + 5
+    while gloo_threads() > expected:
+        if time.monotonic() > deadline:
+            os._exit(3)
+
+
+def end_as_programs_do(directory: str, how: str) -> int:
+    """In a child of this rank: begin a save, and let the interpreter end; its exit code."""
+    if (child := os.fork()) == 0:
+        state = small_state(**LAYOUT)
+        atexit.register(check_gloo_threads, gloo_threads())  # runs after what the save registers
+        failing = writers_do(before=lambda: 1 / 0) if how == "failed" else contextlib.nullcontext()
+        with failing:
+            pending = minloop.start_save(directory, state)
+            if how == "waited for":
+                pending.wait()
+            elif how == "failed":
+                failure_of(pending.wait)
+        ctypes.pythonapi.Py_Exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("how", ["unasked", "waited for", "failed"])
+def test_a_program_that_ends_without_shutdown_ends_after_its_save_and_gloos_threads(tmp_path: Path, how: str) -> None:
+    assert run_ranks(2, end_as_programs_do, str(tmp_path), how) == [0, 0]
+    assert (minloop.latest_checkpoint(tmp_path) is None) == (how == "failed")
 
 
 def save_into(directory: str) -> None:

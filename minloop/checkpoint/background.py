@@ -1,6 +1,8 @@
 """A save that goes on beside training: a thread of every rank, and a process group for these threads alone."""
 
+import atexit
 import threading
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from minloop import distributed
+from minloop.alive import destroy
 from minloop.groups import new_group, spans_the_world
 
 TIMEOUT = timedelta(hours=1)
@@ -46,6 +49,7 @@ class PendingSave:
         try:
             self._finish()
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # of the plan and the group
             self._error = error
         self._finish = None  # and with it the plan
 
@@ -83,4 +87,14 @@ def group_of_threads(groups: ProcessGroupCollection) -> dist.ProcessGroup:
         else:
             _groups[whole] = new_group(tuple(dist.get_process_group_ranks(whole)), timeout, "gloo")
         distributed.created.callback(wait_for_pending)  # before `shutdown_distributed` destroys the group
+        atexit.register(_destroy_groups)
     return _groups[whole]
+
+
+def _destroy_groups() -> None:
+    """Join gloo's threads while Python is whole, of a process that ends without `shutdown_distributed`.
+
+    In PyTorch 2.11 one that lets go of its last collective's tensors later aborts the process.
+    """
+    while _groups:
+        destroy(_groups.popitem()[1])

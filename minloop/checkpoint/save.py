@@ -116,9 +116,9 @@ def start_save(
     `save_checkpoint` first wait for the one before, and raise its error if it failed and ``wait()`` has not raised it.
     Host memory: one copy of what this rank writes, kept for the next save. Needs no further package.
 
-    After the last one call its ``wait()`` or `shutdown_distributed`, inside `stop_signals` where that is used: without
-    it the process ends with exit code 0 though the save has failed, and a signal that comes while the save goes on ends
-    the process, and loses it.
+    After the last one call its ``wait()`` or `shutdown_distributed`, inside `stop_signals` where that is used. Without
+    it a process that ends, or raises an exception, ends after the save, but with the same exit code if that has failed;
+    and a signal that comes meanwhile ends it, and loses the save: earlier checkpoints stay as they were.
 
     Args:
         checkpoints: these and the others as in `save_checkpoint`.
