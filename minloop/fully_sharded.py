@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from minloop.advice import say_choices
 from minloop.checks import check_ddp_config
 from minloop.distributed import created
-from minloop.fsdp_checks import is_torch_fsdp
+from minloop.fsdp_checks import check_tied_weights, is_torch_fsdp
 from minloop.meta_device import data_parallel_group, fill_shards, whole_when_reset
 from minloop.wrapping_checks import check_wrapping
 
@@ -83,11 +83,7 @@ def _check_model(
 ) -> None:
     if units is not None and not any(isinstance(module, tuple(units)) for module in chunk.modules()):
         raise ValueError(f"{type(chunk).__name__} has no module of fsdp_unit_modules ({units}): name its layers' class")
-    if is_torch_fsdp(ddp_config) and getattr(chunk, "share_embeddings_and_output_weights", False):
-        raise ValueError(
-            "torch FSDP2 with share_embeddings_and_output_weights=True, whose weight two units would share: set it to "
-            "False, or use Megatron FSDP"
-        )
+    check_tied_weights(ddp_config, getattr(chunk, "share_embeddings_and_output_weights", False))
     if not is_torch_fsdp(ddp_config) and groups.tp.size() * groups.dp_cp.size() != dist.get_world_size():
         raise ValueError(
             f"Megatron FSDP divides all {dist.get_world_size()} ranks of the default group, but tensor parallel "
@@ -116,14 +112,16 @@ def _wrap_megatron(
             pg_collection=groups,
             **more,
         )
-    created.callback(_await_gathers, weakref.ref(wrapped))
+    created.callback(_end, weakref.ref(wrapped))
     return wrapped
 
 
-def _await_gathers(reference: weakref.ref[Any]) -> None:
+def _end(reference: weakref.ref[Any]) -> None:
     """Before the groups go: a gather begun for a step that never came would be left with none."""
     if (chunk := reference()) is not None:
         chunk.synchronize_param_gather()
+        for hook in chunk.module.grad_acc_hooks.values():  # with them the model is never collected
+            hook.remove()
 
 
 def _wrap_torch(

@@ -7,6 +7,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.utils import get_model_config
 
 
 def check_wrapping(
@@ -21,6 +22,7 @@ def check_wrapping(
         if hasattr(chunk, "ddp_config"):
             raise ValueError(f"a chunk is a {type(chunk).__name__}, wrapped already: wrap what build_model returned")
         _check_frozen_weights(chunk)
+    check_fused_gradients(get_model_config(chunks[0]), ddp_config, groups)
     if not ddp_config.use_distributed_optimizer:
         return
     instances, made = ddp_config.num_distributed_optimizer_instances, groups.dp_cp.size() // groups.intra_dp_cp.size()
@@ -29,6 +31,32 @@ def check_wrapping(
             f"num_distributed_optimizer_instances is {instances} in the DistributedDataParallelConfig, but the groups "
             f"were made for {made}: pass init_distributed(..., num_distributed_optimizer_instances={instances}), or "
             "give both the same value"
+        )
+
+
+def check_fused_gradients(config: Any, ddp_config: Any, groups: Any) -> None:
+    """Refuse `gradient_accumulation_fusion` where Megatron FSDP keeps gradients whole.
+
+    It tells Transformer Engine to overwrite `main_grad`, which is right for what is reduced after every microbatch, and
+    of gradients that are added up over microbatches would leave the last alone, in silence.
+
+    Args:
+        config: a `TransformerConfig`; it and the others may be anything with the fields of what `wrap_fsdp` is given.
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    strategy = getattr(ddp_config, "data_parallel_sharding_strategy", "no_shard")
+    if not config.gradient_accumulation_fusion or not getattr(ddp_config, "use_megatron_fsdp", False):
+        return
+    ranks = {"data parallel": groups.intra_dp_cp.size()}
+    if config.num_moe_experts:
+        ranks["expert data parallel"] = groups.intra_expt_dp.size()
+    whole = [f"one {kind} rank" for kind, size in ranks.items() if size == 1]
+    if strategy == "optim" or (strategy != "no_shard" and whole):
+        raise ValueError(
+            f"gradient_accumulation_fusion=True with data_parallel_sharding_strategy={strategy!r}"
+            f"{' and ' + whole[0] if whole else ''}, where Megatron FSDP keeps gradients whole: of the microbatches of "
+            "a step only the last would count; set gradient_accumulation_fusion=False"
         )
 
 

@@ -14,6 +14,7 @@ from sameness_cases import LLAMA, MOE
 from small import small_config, small_state, text_loader, train
 
 import minloop
+from minloop.checkpoint.optimizer_state import mended_distributed_optimizers
 from minloop.layers import expert_products
 from minloop.layers.expert_products import add_weight_gradients, are_joined, as_one, join_weights, joins_experts
 
@@ -133,6 +134,27 @@ def test_buffers_keep_them_together(sharded: bool) -> None:
     assert run_ranks(2, buffers, sharded) == [[True, True, True]] * 2
 
 
+def refusal(by_buckets: bool) -> bool:
+    config = small_config(pipeline_model_parallel_size=2)
+    groups = minloop.init_distributed(config, seed=1)
+    layer = OneByOne()
+    if groups.pp.rank() == 1:  # the first stage has no experts
+        join_weights(layer)
+    state: Any = SimpleNamespace(chunks=[layer], groups=groups, optimizer=SimpleNamespace(chained_optimizers=[]))
+    try:
+        with mended_distributed_optimizers(state, by_buckets=by_buckets):
+            return False
+    except ValueError as error:
+        return "set gradient_accumulation_fusion=False" in str(error)
+    finally:
+        minloop.shutdown_distributed()
+
+
+def test_state_stored_by_buckets_is_refused_on_all_stages() -> None:
+    assert run_ranks(2, refusal, True) == [True, True]
+    assert run_ranks(2, refusal, False) == [False, False]
+
+
 def test_gradients_are_summed_in_float32() -> None:
     ends = torch.tensor([300, 300, 1000], dtype=torch.int32)
     x, gradient = torch.randn(1000, IN, dtype=torch.bfloat16), torch.randn(1000, OUT, dtype=torch.bfloat16)
@@ -146,12 +168,24 @@ def test_gradients_are_summed_in_float32() -> None:
 
 def test_where_experts_are_joined() -> None:
     names = "fp8 fp4 add_bias_linear delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad".split()
-    names += ["use_transformer_engine_op_fuser", "fine_grained_activation_offloading"]
+    names += ["use_transformer_engine_op_fuser", "fine_grained_activation_offloading", "quant_recipe"]
     fields: dict[str, Any] = dict.fromkeys(names, False)
     fields |= {"num_moe_experts": 4, "moe_grouped_gemm": True, "bf16": True, "gradient_accumulation_fusion": True}
     assert joins_experts(SimpleNamespace(**fields))
     for name, value in fields.items():
         assert not joins_experts(SimpleNamespace(**(fields | {name: not value})))
+
+
+def test_only_chips_with_a_kernel_join_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_products, "TEGroupedLinear", OneByOne)
+    monkeypatch.setattr(expert_products, "joins_experts", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found: list[bool] = []
+    for capability in [(8, 9), (9, 0), (10, 3), (12, 0)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        expert_products.join_experts(layer := OneByOne(), small_config())
+        found.append(are_joined(layer))
+    assert found == [False, True, True, False]
 
 
 @pytest.mark.gpu

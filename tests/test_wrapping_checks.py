@@ -1,6 +1,8 @@
 """What mcore would train wrongly by, or fail at without a name, is refused where a model is wrapped or steps."""
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from ranks import run_ranks
 from small import small_config, small_state, text_loader, train
 
 import minloop
+from minloop.wrapping_checks import check_fused_gradients
 
 ZERO1: dict[str, Any] = {"use_distributed_optimizer": True}
 MEGATRON: dict[str, Any] = {"use_megatron_fsdp": True}
@@ -34,6 +37,29 @@ def wrap(instances: int, ddp: dict[str, Any], change: Callable[[Any], object] = 
         other = ddp_config if again is minloop.wrap_fsdp else minloop.build_ddp_config(config)
         assert "wrapped already" in said_by(ValueError, again, once, other, groups)
     return once
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "experts", "message"),
+    [
+        ("optim", 2, None, "strategy='optim', where"),
+        ("optim_grads_params", 1, None, "'optim_grads_params' and one data parallel rank, where"),
+        ("optim_grads", 2, 4, "and one expert data parallel rank, where"),
+        ("optim_grads", 2, None, None),
+        ("no_shard", 1, None, None),
+    ],
+)
+def test_fused_gradients_that_megatron_fsdp_would_lose(
+    strategy: str, ranks: int, experts: int | None, message: str | None
+) -> None:
+    config = SimpleNamespace(gradient_accumulation_fusion=True, num_moe_experts=experts)
+    ddp_config = SimpleNamespace(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
+    sizes = {"intra_dp_cp": ranks, "intra_expt_dp": 1}
+    groups = SimpleNamespace(**{name: SimpleNamespace(size=partial(int, size)) for name, size in sizes.items()})
+    if message is not None:
+        assert message in said_by(ValueError, check_fused_gradients, config, ddp_config, groups)
+        config.gradient_accumulation_fusion = False
+    check_fused_gradients(config, ddp_config, groups)
 
 
 def freeze_weights(chunk: torch.nn.Module) -> None:

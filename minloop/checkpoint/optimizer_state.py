@@ -23,6 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from minloop.checkpoint import flat_ranges
+from minloop.everyone import from_all_ranks
 from minloop.layers.expert_products import are_joined
 from minloop.optimizer import inner_optimizers, is_torch_adam, prepare_optimizer_state
 from minloop.state import TrainState
@@ -93,9 +94,10 @@ def mended_distributed_optimizers(state: TrainState, *, by_buckets: bool) -> Gen
     Args:
         by_buckets: the state is stored by buckets, which only mcore's own way reads.
     Raises:
-        ValueError: it is, and this model's parameters lie in another order.
+        ValueError: it is, and this model's parameters lie in another order; on all ranks, as some stages may have no
+            experts.
     """
-    if by_buckets and any(are_joined(chunk) for chunk in state.chunks):
+    if by_buckets and any(from_all_ranks(any(map(are_joined, state.chunks)), state.groups)):
         raise ValueError(
             "the checkpoint's optimizer state is stored by buckets (distrib_optim_sharding_type='dp_reshardable'), "
             "where weights of experts have another order than gradient_accumulation_fusion=True and "

@@ -16,7 +16,11 @@ import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TEGroupedLinear
 from megatron.core.transformer import TransformerConfig
 
-HOPPER = (9, 0)  # before it, torch launches a product for every expert, too
+from minloop.messages import say_once
+
+CHIPS = (9, 10)
+"""Majors of the compute capability (Hopper, Blackwell) for which torch has a kernel of `grouped_mm`: on all others it
+waits for the GPU, and launches a product for every expert, too (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
 
 
 def joins_experts(config: Any) -> bool:
@@ -26,14 +30,16 @@ def joins_experts(config: Any) -> bool:
     their weights' gradients are computed.
     """
     unlike = ("fp8", "fp4", "add_bias_linear", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
-    unlike += ("use_transformer_engine_op_fuser", "fine_grained_activation_offloading")
+    unlike += ("use_transformer_engine_op_fuser", "fine_grained_activation_offloading", "quant_recipe")
     wanted = ("num_moe_experts", "moe_grouped_gemm", "bf16", "gradient_accumulation_fusion")
     return all(getattr(config, name) for name in wanted) and not any(getattr(config, name) for name in unlike)
 
 
 def join_experts(chunk: torch.nn.Module, config: TransformerConfig) -> None:
     """Lay the weights of each of Transformer Engine's grouped layers one after the other, and multiply them as one."""
-    if not joins_experts(config) or not torch.cuda.is_available() or torch.cuda.get_device_capability() < HOPPER:
+    if not joins_experts(config) or not torch.cuda.is_available():
+        return
+    if torch.cuda.get_device_capability()[0] not in CHIPS:
         return
     for layer in chunk.modules():
         if isinstance(layer, TEGroupedLinear):
@@ -100,20 +106,26 @@ class ExpertProducts:
 
     def __call__(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`m_splits` are the numbers of tokens of each expert."""
-        weights = [
-            *map(self.layer._parameters.__getitem__, self.names)
-        ]  # layer.weight0 and so on take ten times as long
+        weights = [*map(self.layer._parameters.__getitem__, self.names)]  # layer.weight0 takes ten times as long
         *_, total = ends = [*itertools.accumulate(m_splits)]
-        whole = as_one(weights) if 0 < total == len(x) and x.dtype == weights[0].dtype else None
+        if not 0 < total == len(x) or x.dtype != weights[0].dtype or not x.is_contiguous():
+            return self.one_by_one(x, m_splits)
+        whole = as_one(weights)
         trained = {False} if not torch.is_grad_enabled() else {*map(attrgetter("requires_grad"), weights)}
         main_grad = _main_grad(weights) if trained == {True} else None
         if whole is None or (True in trained and main_grad is None):
+            say_once(
+                "weights of experts, or their gradients, do not lie one after the other, as where a bucket of DDP ends "
+                "among them and is padded: they are multiplied one after the other; see bucket_size"
+            )
             return self.one_by_one(x, m_splits)
         on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=x.device.type == "cuda")
         return _Product.apply(x, on_host.to(x.device, non_blocking=True), whole, main_grad, *weights), None
 
 
 def _main_grad(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    if getattr(weights[0], "overwrite_main_grad", False):  # Megatron FSDP's, to which nothing may be added
+        return None
     try:
         return as_one([*map(attrgetter("main_grad"), weights)])
     except AttributeError:  # no DDP around the model
