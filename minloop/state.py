@@ -12,8 +12,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
 
+from minloop.alive import left_midway
 from minloop.cuda_graph import StepGraphs
 from minloop.data_parallel import bind_hooks, require_trainable, require_unread
+from minloop.everyone import compare_with_first
+from minloop.messages import say_once
 from minloop.moe import AuxiliaryLosses, mend_experts
 
 
@@ -53,6 +56,8 @@ class TrainState:
         iteration: optimizer steps taken, skipped ones included.
         consumed_samples: samples taken from the data, over all data parallel ranks.
         skipped_iterations: steps whose update was skipped, for overflow or by a guard.
+        global_batch_size: samples of the last step that changed the weights, before a load or since.
+        batch: microbatches and their samples of the last `train_step`, in which the ranks did not disagree.
         report_names: names of the losses that each forward step used so far reports.
         auxiliary_losses: what mcore records of the training step under way.
         graphs: with cuda_graph_impl="full_iteration", the CUDA graphs of its steps.
@@ -72,6 +77,8 @@ class TrainState:
     iteration: int = 0
     consumed_samples: int = 0
     skipped_iterations: int = 0
+    global_batch_size: int = 0
+    batch: tuple[int, int] = field(default=(0, 0), repr=False)
     report_names: WeakKeyDictionary[Callable[..., Any], list[str]] = field(
         default_factory=WeakKeyDictionary[Callable[..., Any], list[str]], repr=False
     )
@@ -118,3 +125,34 @@ def require_optimizer(state: TrainState) -> None:
     """Raise RuntimeError as `require_between_steps`, or if the optimizer's weights are no longer in the model."""
     require_trainable(state.chunks)
     require_between_steps(state)
+
+
+def agree_on_batch(state: TrainState, num_microbatches: int, micro_batch_size: int) -> None:
+    """Raise ValueError if another rank took another batch first, in a state's first step or one where it changes.
+
+    Pipeline stages would wait for each other, data parallel ranks train on at different learning rates. A rank whose
+    batch does not change compares nothing, so that a step costs no look-up.
+    """
+    if state.batch == (num_microbatches, micro_batch_size):
+        return
+    with left_midway(state.groups):
+        value = f"{num_microbatches} × {micro_batch_size} at iteration {state.iteration + 1}"
+        compare_with_first("num_microbatches × micro_batch_size of train_step", value, state.groups)
+    state.batch = (num_microbatches, micro_batch_size)
+
+
+def advance(state: TrainState, num_samples: int, updated: bool) -> None:
+    """Count a step in the counters and the schedule; say once if a run that goes on has another global batch."""
+    if not state.last_update and state.global_batch_size not in (0, num_samples):
+        say_once(
+            f"the run goes on with another global batch than it was saved with (saved → now, and that of now holds): "
+            f"{state.global_batch_size} → {num_samples} samples"
+        )
+    state.iteration += 1
+    state.consumed_samples += num_samples
+    if not updated:
+        state.skipped_iterations += 1
+        return
+    state.global_batch_size = num_samples
+    if state.scheduler is not None:
+        state.scheduler.step(increment=num_samples)

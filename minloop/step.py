@@ -16,7 +16,7 @@ from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import place_batch
 from minloop.schedule import ForwardStep, forward_backward
-from minloop.state import TrainState, require_memory, require_optimizer
+from minloop.state import TrainState, advance, agree_on_batch, require_memory, require_optimizer
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def train_step(
         empty_unused_memory_level: 1 gives the memory that torch keeps unused back to the GPU between gradients and
             update, 2 after the update, too, as in Megatron-LM: for steps that fail by fragmentation. It costs time.
     Raises:
-        ValueError: `num_microbatches` does not suit the pipeline; a token id outside the vocabulary; a report that is
-            not [sum, count].
+        ValueError: `num_microbatches` does not suit the pipeline; it or the micro batch size was another on the rank
+            that came first; a token id outside the vocabulary; a report that is not [sum, count].
         TypeError: `data` is a list, a DataLoader or the like, which would begin anew at every step.
         RuntimeError: the data ended before the step; before anything is read: `offload` holds the memory, a step
             that `begin_step` opened is under way, a stream of the weights is open, or `merge_lora` ended training.
@@ -144,6 +144,7 @@ def train_step(
     require_iterator(data)
     require_optimizer(state)
     batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length, iteration=state.iteration + 1)
+    agree_on_batch(state, num_microbatches, batches.micro_batch_size)
     compute = partial(_compute, state, batches, forward_step)
     computed, allowed = (compute(), True) if guard is None else guard.watch(state, batches, compute)
     num_samples = batches.micro_batch_size * num_microbatches * state.groups.dp.size()
@@ -164,12 +165,7 @@ def take_step(
     loss_scale = float(state.optimizer.get_loss_scale()) if state.config.fp16 else 1.0
     updated, grad_norm = _update(state, allowed, empty_unused_memory_level)
     losses = computed.losses | auxiliary()
-    state.iteration += 1
-    state.consumed_samples += num_samples
-    if not updated:
-        state.skipped_iterations += 1
-    elif state.scheduler is not None:
-        state.scheduler.step(increment=num_samples)
+    advance(state, num_samples, updated)
     loss = next(iter(losses.values()))
     # a number, or with Transformer Engine a tensor that is still on its way
     norms = () if grad_norm is None else (torch.as_tensor(grad_norm, dtype=torch.float64),)

@@ -77,10 +77,24 @@ def _disagree() -> None:
     minloop.shutdown_distributed()
 
 
+def _other_batches() -> None:
+    state = small_state(init={"timeout": timedelta(seconds=2)})
+    for count in (2, 2, 3):
+        minloop.train_step(state, text_loader(state), num_microbatches=count)
+    with pytest.raises((RuntimeError, ValueError), match=r"× 2 at iteration 4 on another|lost other") as error:
+        minloop.train_step(state, text_loader(state), num_microbatches=4 + torch.distributed.get_rank())
+    kinds: list[Any] = [None, None]
+    torch.distributed.all_gather_object(kinds, error.type)
+    assert set(kinds) == {RuntimeError, ValueError}  # of the one that came first, and waited; of the other
+    assert state.iteration == 3
+    minloop.shutdown_distributed()
+
+
 def _all(directory: str) -> None:
     _again_and_again()
     _one_leaves(directory)
     _disagree()
+    _other_batches()
 
 
 def test_groups_end_and_say_so(tmp_path: Any) -> None:

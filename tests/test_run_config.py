@@ -17,10 +17,10 @@ import yaml
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from ranks import run_ranks
-from small import small_config, small_state
+from small import small_config, small_state, text_loader
 
 import minloop
-from minloop.checkpoint import run_config
+from minloop.checkpoint import content, run_config
 
 BLOCK = {
     "attention": {"num_query_groups": 2, "no_op": False, "replace_with_linear": False},
@@ -182,27 +182,37 @@ def test_fields_that_differ_are_named_when_tensors_are_lacking(tmp_path: Path) -
 
 
 def save_with_schedule(directory: str, lr: float, lengths: list[dict[str, int]]) -> list[str]:
-    """Save in one layout with the first schedule, load in another one with each; what is said of it."""
+    """Save in one layout with the first schedule, go on in another one with each; what is said of it."""
     state = small_state(lr=lr, scheduler=lengths[0], tensor_model_parallel_size=2)
+    minloop.train_step(state, text_loader(state), num_microbatches=4)
+    with mock.patch.object(content, "COUNTERS", content.COUNTERS[:2]):
+        minloop.save_checkpoint(f"{directory}/older", state)
     minloop.save_checkpoint(directory, state)
     minloop.shutdown_distributed()
-    with mock.patch.object(run_config, "say_once") as say:
-        for length in lengths:
-            lr = lr if length is lengths[0] else 2 * lr
-            minloop.load_checkpoint(
-                directory, small_state(lr=lr, scheduler=length, ddp={"use_distributed_optimizer": True})
-            )
+    say = mock.Mock()
+    with mock.patch.object(run_config, "say_once", say), mock.patch("minloop.state.say_once", say):
+        for count, length in enumerate(lengths, start=2):
+            state = small_state(lr=lr * (count - 1), scheduler=length, ddp={"use_distributed_optimizer": True})
+            for saved in (directory, f"{directory}/older"):
+                minloop.load_checkpoint(saved, state)
+                for _ in range(2):
+                    minloop.train_step(state, text_loader(state), num_microbatches=count)
     minloop.shutdown_distributed()
     return [call.args[0] for call in say.call_args_list]
 
 
 def test_a_run_that_goes_on_with_other_settings_says_so(tmp_path: Path) -> None:
     said, others = run_ranks(2, save_with_schedule, str(tmp_path), 1e-3, [{"train_iters": 10}, {"train_iters": 20}])
-    assert said == [
-        "iter_0000000 was saved with other settings (saved → now, and those of now hold): lr: 0.001 → 0.002, "
+    settings = (
+        "iter_0000001 was saved with other settings (saved → now, and those of now hold): lr: 0.001 → 0.002, "
         "lr_decay_steps: 80 → 160, wd_incr_steps: 80 → 160"
-    ]
-    assert others == []
+    )
+    batch = (
+        "the run goes on with another global batch than it was saved with (saved → now, and that of now holds): "
+        "8 → 12 samples"
+    )
+    assert said == [settings, batch, settings]
+    assert others == [batch]  # said on the first rank alone, by `say_once` itself
 
 
 def test_megatron_bridge_finds_its_files(tmp_path: Path) -> None:

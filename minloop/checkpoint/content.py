@@ -58,6 +58,9 @@ MODEL_FIELDS = (
 )
 """What decides the shapes and meaning of the weights: fields of the config, and attributes of the model."""
 
+COUNTERS = ("consumed_samples", "skipped_iterations", "global_batch_size")
+"""What is stored of a training state's numbers beside its iteration; one that a checkpoint lacks counts as 0."""
+
 
 def architecture(state: TrainState) -> dict[str, Any]:
     """The values that two models must share for one's weights to fit the other."""
@@ -91,8 +94,7 @@ def record(state: TrainState, loaders: Mapping[str, Any]) -> dict[str, Any]:
         "architecture": architecture(state),
         "layout": layout(state),
         "optimizer_kind": optimizer_kind(state),
-        "consumed_samples": state.consumed_samples,
-        "skipped_iterations": state.skipped_iterations,
+        **{name: getattr(state, name) for name in COUNTERS},
         "loaders": {name: loader.state_dict() for name, loader in loaders.items()},
     }
 

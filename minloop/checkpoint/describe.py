@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from minloop.checkpoint import directory
+from minloop.checkpoint import content, directory
 from minloop.checkpoint.hf.files import WEIGHTS, write_weights
 from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_checkpoint, read_part
@@ -116,7 +116,7 @@ def describe_checkpoint(checkpoint: str | Path) -> CheckpointDescription:
         optimizer_kind=saved.get("optimizer_kind"),
         weights={name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIMIZER)},
         optimizer={name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER)},
-        counters={name: saved[name] for name in ("consumed_samples", "skipped_iterations") if name in saved},
+        counters={name: saved[name] for name in content.COUNTERS if name in saved},
         file_bytes=sum(file.stat().st_size for file in opened.path.iterdir() if file.is_file()),
     )
 

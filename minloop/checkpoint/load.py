@@ -180,7 +180,7 @@ def _check_counters(opened: SavedCheckpoint, saved: dict[str, Any]) -> None:
             f"{opened.path} holds no iteration: nothing could go on from it; load it with weights_only=True"
         )
     counters = {"iteration": opened.common["iteration"]}
-    counters |= {name: saved.get(name, 0) for name in ("consumed_samples", "skipped_iterations")}
+    counters |= {name: saved.get(name, 0) for name in content.COUNTERS}
     for name, value in counters.items():
         if type(value) is not int or value < 0:
             raise CheckpointError(f"{opened.path} holds {name}={value!r}, no count; load it with weights_only=True")
@@ -230,8 +230,8 @@ def _positioned(source: Path, saved: dict[str, Any], loaders: Mapping[str, Posit
 
 def _restore_rest(opened: SavedCheckpoint, state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
     state.iteration, state.last_update = loaded["iteration"], ()
-    state.consumed_samples = saved.get("consumed_samples", 0)
-    state.skipped_iterations = saved.get("skipped_iterations", 0)
+    for name in content.COUNTERS:
+        setattr(state, name, saved.get(name, 0))
     if state.scheduler is not None:
         state.scheduler.num_steps = 0  # from where it is mcore would go on, also in a run that goes back
     if state.scheduler is not None and "opt_param_scheduler" in loaded:
