@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
+from minloop.graph_checks import SHORTEST
 from minloop.layers.expert_products import joins_experts
 from minloop.messages import say_once
 from minloop.precision_checks import fp8_advice
@@ -30,7 +31,8 @@ CHOICES = (
     "overlap_p2p_comm",
     "cuda_graph_impl",
 )
-"""Fields of `TransformerConfig` in which `build_config` may differ from mcore's defaults for the sake of speed."""
+"""Fields of `TransformerConfig` that decide how fast a GPU trains: `cuda_graph_impl`, which is yours to set, and those
+in which `build_config` may differ from mcore's defaults."""
 
 
 def environment_advice(
@@ -77,8 +79,16 @@ def environment_advice(
 
 
 def say_choices(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, data_parallel_size: int) -> None:
-    """On a GPU, warn of what costs speed, and log at level INFO what was chosen; each once, on the first rank."""
+    """On a GPU, warn of what costs speed, and log at level INFO what was chosen; each once, on the first rank.
+
+    Without one, warn that there are no CUDA graphs.
+    """
     if not torch.cuda.is_available():
+        if config.cuda_graph_impl != "none":
+            say_once(
+                f"cuda_graph_impl={config.cuda_graph_impl!r}, but there is no GPU: steps run without graphs, also what "
+                f"a GPU would refuse to capture, such as cuDNN's attention of fewer than {SHORTEST} tokens"
+            )
         return
     capability = torch.cuda.get_device_capability()
     advice = environment_advice(config, ddp_config, data_parallel_size=data_parallel_size, capability=capability)

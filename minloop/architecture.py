@@ -89,6 +89,15 @@ def take_yarn_options(config: TransformerConfig, options: dict[str, Any]) -> dic
     return {name: value for name, value in options.items() if name not in given}
 
 
+def check_position_embedding(kind: str) -> None:
+    """Raise ValueError for a kind that there is not, which mcore would take for "none"."""
+    if kind not in POSITION_EMBEDDINGS:
+        raise ValueError(
+            f"position_embedding_type={kind!r}: use one of {', '.join(POSITION_EMBEDDINGS)}"
+            f"{did_you_mean(kind, POSITION_EMBEDDINGS)}"
+        )
+
+
 def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> None:
     """Refuse arguments of `GPTModel` that do not go with `config`.
 
@@ -96,8 +105,7 @@ def check_gpt_options(config: TransformerConfig, options: dict[str, Any]) -> Non
         ValueError: naming them, their values and the remedy.
     """
     kind = options.get("position_embedding_type", "learned_absolute")
-    if kind not in POSITION_EMBEDDINGS:  # mcore would take any other name for "none"
-        raise ValueError(f"position_embedding_type={kind!r}: use one of {', '.join(POSITION_EMBEDDINGS)}")
+    check_position_embedding(kind)
     of_yarn = (*YARN_REQUIRED, *YARN_DEFAULTS)
     for name in options:
         if name.startswith("yarn_") and name not in of_yarn:

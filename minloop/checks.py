@@ -21,7 +21,8 @@ from minloop.fsdp_checks import (
     is_torch_fsdp,
 )
 from minloop.graph_checks import check_cuda_graphs
-from minloop.memory_checks import check_recompute
+from minloop.ignored_checks import check_ignored
+from minloop.memory_checks import check_activation_memory
 from minloop.precision_checks import check_fp8_param, check_precision
 from minloop.spelling import check_spellings
 from minloop.tensor_parallel_checks import check_tensor_parallel
@@ -125,8 +126,8 @@ def check_config(config: Any) -> None:
     check_experts(config)
     check_context_parallel(config)
     _check_lengths(config)
+    check_activation_memory(config)
     _check_unknown(config)
-    check_recompute(config)
     check_cuda_graphs(config)
     check_meta_device(config)
 
@@ -180,6 +181,7 @@ def _check_pipeline(config: Any) -> None:
 
 def _check_unknown(config: Any) -> None:
     """Fields that mcore 0.19 takes, and that do nothing, or something for which nothing here is made."""
+    check_ignored(config)
     for name, usual in UNKNOWN.items():
         if getattr(config, name, usual) != usual:
             raise ValueError(f"{name} is {getattr(config, name)}, which does not train as it says: leave it at {usual}")

@@ -29,18 +29,18 @@ def check_combined_schedule(config: Any) -> None:
     needed: dict[str, tuple[bool, str]] = {
         "expert_model_parallel_size": (
             config.expert_model_parallel_size > 1,
-            "it hides the communication between experts on several ranks",
+            "it hides the communication between experts on several ranks; set it to 2 or more",
         ),
         "moe_token_dispatcher_type": (
             config.moe_token_dispatcher_type in ("alltoall", "flex"),
             "set it to 'alltoall'",
         ),
-        "virtual_pipeline_model_parallel_size": (not pipelined or bool(has_chunks), "pipelines need it"),
+        "virtual_pipeline_model_parallel_size": (not pipelined or bool(has_chunks), "set it to 2 or more"),
         "recompute_granularity": (config.recompute_granularity != "full", "set it to None or 'selective'"),
         "recompute_modules": ("moe" not in (config.recompute_modules or ()), "leave 'moe' out"),
         "bf16": (config.bf16 or config.fp16, "set bf16=True"),
         "moe_shared_expert_overlap": (not config.moe_shared_expert_overlap, "set it to False"),
-        "mtp_num_layers": ((config.mtp_num_layers or 0) <= 1, "it takes one layer at most"),
+        "mtp_num_layers": ((config.mtp_num_layers or 0) <= 1, "set it to 1 or None"),
         "hybrid_context_parallel": (not config.hybrid_context_parallel, "set it to False"),
         "cuda_graph_impl": (config.cuda_graph_impl == "none", "set it to 'none'"),
     }

@@ -16,6 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, use_transformer_engine
+from minloop.optimizer_config_checks import check_optimizer_fields
+from minloop.spelling import check_fields
 
 
 def build_config[Config: TransformerConfig](config_class: type[Config] = TransformerConfig, /, **fields: Any) -> Config:
@@ -33,7 +35,9 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
         fields: any field of that class, by mcore's name.
     Raises:
         ValueError: fields that contradict each other; the message names them and the remedy.
+        TypeError: a name that is no field, with the nearest that is one.
     """
+    check_fields(config_class, fields)
     defaults = {f.name: f.default for f in dataclasses.fields(config_class) if f.default is not dataclasses.MISSING}
     draft = SimpleNamespace(**(defaults | fields))
     chosen: dict[str, Any] = {"calculate_per_token_loss": True}
@@ -152,12 +156,15 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
     Raises:
         ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`;
             fp8_param without the distributed optimizer.
+        TypeError: a name that is no field.
     """
     if "reshard_after_forward" in fields:
         fields.setdefault("grad_reduce_in_fp32", True)
+        check_fields(TorchFullyShardedDataParallelConfig, fields)
         torch_config = TorchFullyShardedDataParallelConfig(**fields)
         check_ddp_config(config, torch_config)
         return torch_config
+    check_fields(DistributedDataParallelConfig, fields)
     fsdp = fields.get("use_megatron_fsdp", False)
     sharded = fields.get("use_distributed_optimizer", fsdp)
     overlap = fields.get("overlap_grad_reduce", True)
@@ -190,8 +197,10 @@ def build_optimizer_config(
     `min_lr`, which mcore leaves at None and its scheduler then rejects, is 0.0 unless given.
 
     Raises:
-        ValueError: no `lr`.
+        ValueError: no `lr`; a precision-aware optimizer without what it needs, or what needs one without it.
+        TypeError: a name that is no field.
     """
+    check_fields(OptimizerConfig, fields)
     if fields.get("lr") is None:
         raise ValueError("lr is not set: give build_optimizer_config(..., lr=...)")
     chosen: dict[str, Any] = {
@@ -204,4 +213,5 @@ def build_optimizer_config(
         "fp8_recipe": config.fp8_recipe if config.fp8_param else None,  # of weights, which are bf16 otherwise
         "reuse_grad_buf_for_mxfp8_param_ag": ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
     }
+    check_optimizer_fields(chosen | fields)
     return OptimizerConfig(**(chosen | fields))

@@ -114,6 +114,15 @@ def check_megatron_fsdp(config: Any, ddp_config: DistributedDataParallelConfig) 
         raise ValueError("use_megatron_fsdp=True needs the package einops, which is not installed: pip install einops")
 
 
+def check_tied_weights(ddp_config: DistributedDataParallelConfig, tied: bool) -> None:
+    """Raise ValueError if torch FSDP2 would have to shard a weight that is embedding and output layer in one."""
+    if tied and is_torch_fsdp(ddp_config):
+        raise ValueError(
+            "torch FSDP2 with share_embeddings_and_output_weights=True, whose weight two units would share: set it to "
+            "False, or use Megatron FSDP"
+        )
+
+
 def check_instances(config: Any, world_size: int, instances: int) -> None:
     """Refuse replicas of the distributed optimizer, or of fully sharded states, into which no ranks divide.
 

@@ -22,20 +22,17 @@ def sharded_parts(ddp_config: DistributedDataParallelConfig) -> Set[str]:
     return {*("optimizer", "gradients", "weights")[:stage]}
 
 
-def shard(
-    config: Any,
-    ddp_config: DistributedDataParallelConfig,
-    count: ParameterCount,
-    world_size: int,
-    *,
-    over_replicas: bool = False,
+def kept(
+    part: str, config: Any, ddp_config: DistributedDataParallelConfig, count: ParameterCount, world_size: int
 ) -> int:
-    """Return how many parameters a rank has when they are divided over the ranks that would hold the same ones.
+    """Return of how many parameters a rank keeps "weights", "gradients" or "optimizer".
 
-    Args:
-        over_replicas: they are divided over the ranks of all instances, not over those of one.
+    Those of its layers, or its share where they are divided over the ranks that would hold the same ones.
     """
+    if part not in sharded_parts(ddp_config):
+        return count.total
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    over_replicas = part == "optimizer" and ddp_config.outer_dp_sharding_strategy == "optim"
     instances = 1 if over_replicas else ddp_config.num_distributed_optimizer_instances
     expert_ranks = (config.expert_tensor_parallel_size or tp) * config.expert_model_parallel_size * pp
     ranks, expert_ranks = world_size // (tp * pp * instances), max(1, world_size // (expert_ranks * instances))

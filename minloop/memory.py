@@ -8,9 +8,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from minloop.activation_memory import stage_activations
-from minloop.fsdp_checks import check_instances, is_torch_fsdp
-from minloop.fsdp_memory import layers_at_work, shard, sharded_parts
-from minloop.parameter_count import ParameterCount, check_countable, count_parameters
+from minloop.architecture import check_position_embedding
+from minloop.estimate_checks import check_estimate
+from minloop.fsdp_checks import check_tied_weights, is_torch_fsdp
+from minloop.fsdp_memory import kept, layers_at_work, sharded_parts
+from minloop.parameter_count import ParameterCount, count_parameters
 
 MOMENTS = {"adam": 2, "sgd": 1, "lion": 1}
 """fp32 numbers that an optimizer keeps per parameter, beside its fp32 copy of a half precision parameter."""
@@ -98,10 +100,15 @@ def estimate_memory(
         pipeline_rank: the stage; by default the fullest.
         position_embedding_type: as in `build_gpt_model`; a learned one is taken to have `sequence_length` rows.
     Raises:
-        ValueError: the layout or its replicas do not fit `world_size`; a model or optimizer of a kind not counted.
+        ValueError: configs, layout and sizes that could not be built together; a model or optimizer of a kind not
+            counted; activations that are moved to the host.
     """
-    _check(config, optimizer_config, world_size)
-    check_instances(config, world_size, ddp_config.num_distributed_optimizer_instances)
+    _check_moments(optimizer_config)
+    sizes = {"vocab_size": vocab_size, "sequence_length": sequence_length, "micro_batch_size": micro_batch_size}
+    sizes |= {"world_size": world_size} | ({} if num_microbatches is None else {"num_microbatches": num_microbatches})
+    check_estimate(config, ddp_config, optimizer_config, sizes, pipeline_rank)
+    check_position_embedding(position_embedding_type)
+    check_tied_weights(ddp_config, share_embeddings_and_output_weights)
     stages = range(config.pipeline_model_parallel_size) if pipeline_rank is None else [pipeline_rank]
     tokens = sequence_length * micro_batch_size // config.context_parallel_size
     learned = sequence_length if position_embedding_type == "learned_absolute" else 0
@@ -124,14 +131,7 @@ def estimate_memory(
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def _check(config: Any, optimizer_config: OptimizerConfig, world_size: int) -> None:
-    check_countable(config)
-    ranks = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
-    if world_size % ranks:
-        raise ValueError(
-            f"world_size ({world_size}) is not divisible by tensor_model_parallel_size × pipeline_model_parallel_size "
-            f"× context_parallel_size ({ranks})"
-        )
+def _check_moments(optimizer_config: OptimizerConfig) -> None:
     if optimizer_config.optimizer not in MOMENTS:
         raise ValueError(
             f"OptimizerConfig.optimizer {optimizer_config.optimizer!r}: the memory of {', '.join(MOMENTS)} is counted"
@@ -142,14 +142,14 @@ def _weights(config: Any, ddp_config: DistributedDataParallelConfig, count: Para
     size = config.params_dtype.itemsize
     linear = count.linear + count.expert_linear
     copies = 2 * linear if config.fp8 else 0  # a byte each, by rows and by columns
-    if "weights" in sharded_parts(ddp_config):
-        return copies + size * shard(config, ddp_config, count, world_size)
-    return copies + size * (count.total - (linear if config.fp8 and config.fp8_param else 0))
+    here = kept("weights", config, ddp_config, count, world_size)
+    if config.fp8 and config.fp8_param and "weights" not in sharded_parts(ddp_config):
+        here -= linear  # which are in FP8 alone
+    return copies + size * here
 
 
 def _gradients(config: Any, ddp_config: DistributedDataParallelConfig, count: ParameterCount, world_size: int) -> int:
-    sharded = "gradients" in sharded_parts(ddp_config)
-    here = shard(config, ddp_config, count, world_size) if sharded else count.total
+    here = kept("gradients", config, ddp_config, count, world_size)
     return here * (4 if _in_fp32(ddp_config) else config.params_dtype.itemsize)
 
 
@@ -166,9 +166,7 @@ def _optimizer(
     world_size: int,
 ) -> tuple[int, int]:
     """Bytes that stay, and those that a step takes."""
-    sharded = "optimizer" in sharded_parts(ddp_config)
-    everywhere = ddp_config.outer_dp_sharding_strategy == "optim"
-    here = shard(config, ddp_config, count, world_size, over_replicas=everywhere) if sharded else count.total
+    here = kept("optimizer", config, ddp_config, count, world_size)
     moments, half = 4 * MOMENTS[optimizer_config.optimizer], config.params_dtype != torch.float32
     weight = 4 if half or ddp_config.use_megatron_fsdp else 0
     gradient = 4 if half and not _in_fp32(ddp_config) else 0

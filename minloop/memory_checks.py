@@ -1,4 +1,4 @@
-"""Checks of activation recomputation: what mcore would only fail at, or hang in, during a backward pass."""
+"""Checks of activations that are recomputed or moved to the host: what mcore fails at late, hangs in, or ignores."""
 
 from typing import Any
 
@@ -7,6 +7,16 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from minloop.spelling import did_you_mean
 
 MODULES = ("core_attn", "mlp", "moe", "shared_experts", "mla_up_proj", "layernorm", "moe_act", "gdn_norm_out")
+OFFLOAD_MODULES = (
+    "core_attn",
+    "attn_proj",
+    "expert_fc1",
+    "fused_group_mlp",
+    "moe_act",
+    "attn_norm",
+    "mlp_norm",
+    "qkv_linear",
+)
 NEEDS_TE = ("layernorm", "moe_act", "gdn_norm_out")
 PART_OF = {
     "moe": "num_moe_experts",
@@ -16,15 +26,21 @@ PART_OF = {
 """Without these fields a model has no such module, and recomputes nothing or fails."""
 
 
-def check_recompute(config: Any) -> None:
-    """Refuse recomputation that mcore 0.19 cannot do.
+def check_activation_memory(config: Any) -> None:
+    """Refuse recomputation and moves to the host that mcore 0.19 cannot do.
 
     Args:
         config: a `TransformerConfig`, or anything with its fields.
     Raises:
         ValueError: naming the fields, their values and the remedy.
     """
+    _check_recompute(config)
+    _check_offload(config)
+
+
+def _check_recompute(config: Any) -> None:
     granularity, layers = config.recompute_granularity, config.recompute_num_layers
+    _check_list("recompute_modules", config.recompute_modules)
     modules = config.recompute_modules or ["core_attn"]
     if granularity == "full":
         _check_full(config, layers)
@@ -38,6 +54,15 @@ def check_recompute(config: Any) -> None:
                 "recompute_granularity='selective', or leave recompute_modules out"
             )
         return
+    _check_modules(config, modules)
+
+
+def _check_modules(config: Any, modules: list[str]) -> None:
+    if config.recompute_modules is not None and not config.recompute_modules:
+        raise ValueError(
+            "recompute_granularity='selective' with recompute_modules=[], which recomputes nothing: leave "
+            "recompute_modules out, which means ['core_attn'], or set recompute_granularity=None"
+        )
     for module in modules:
         if module not in MODULES:
             raise ValueError(
@@ -62,6 +87,11 @@ def check_recompute(config: Any) -> None:
         )
 
 
+def _check_list(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise ValueError(f"{name}={value!r} is a word, where a list of them is due: give {name}=[{value!r}]")
+
+
 def _check_not_full(config: Any) -> None:
     for name in ("recompute_method", "recompute_num_layers", "distribute_saved_activations"):
         if value := getattr(config, name):
@@ -77,8 +107,36 @@ def _check_full(config: Any, layers: int | None) -> None:
             f"recompute_granularity='full' needs recompute_method ('uniform' or 'block', not "
             f"{config.recompute_method!r}) and recompute_num_layers (a positive number, not {layers})"
         )
+    if layers > config.num_layers:
+        raise ValueError(
+            f"recompute_num_layers ({layers}) is more than num_layers ({config.num_layers}): set it to that at most"
+        )
     if config.mtp_num_layers and (config.recompute_method, layers) != ("uniform", 1):
         raise ValueError(
             f"recompute_granularity='full' with mtp_num_layers ({config.mtp_num_layers}) needs "
             f"recompute_method='uniform' and recompute_num_layers=1, which are {config.recompute_method!r} and {layers}"
+        )
+
+
+def _check_offload(config: Any) -> None:
+    fine, modules = config.fine_grained_activation_offloading, getattr(config, "offload_modules", None) or []
+    _check_list("offload_modules", modules)
+    for module in modules:
+        if module not in OFFLOAD_MODULES:
+            raise ValueError(
+                f"offload_modules {modules}: {module!r} is none of {', '.join(OFFLOAD_MODULES)}"
+                f"{did_you_mean(module, OFFLOAD_MODULES)}"
+            )
+    for name in ("cpu_offloading", "fine_grained_activation_offloading"):
+        if getattr(config, name) and config.transformer_impl != "transformer_engine":
+            raise ValueError(
+                f"{name}=True with transformer_impl={config.transformer_impl!r}: mcore moves activations of "
+                f"Transformer Engine's layers alone, on a GPU; set {name}=False, or recompute_granularity"
+            )
+    if fine and config.cpu_offloading:
+        raise ValueError("fine_grained_activation_offloading=True and cpu_offloading=True: set one of them to False")
+    if fine and not modules:
+        raise ValueError(
+            f"fine_grained_activation_offloading=True with offload_modules={modules}, which moves nothing: name some "
+            f"of {', '.join(OFFLOAD_MODULES)}, or set it to False"
         )

@@ -89,18 +89,7 @@ def check_optimizer_config(
         name = optimizer_config.optimizer
         reason = NOT_TRAINABLE.get(name, "AdamW is 'adam' with decoupled_weight_decay=True, its default")
         raise ValueError(f"OptimizerConfig.optimizer {name!r} is none of {', '.join(OPTIMIZERS)}; {reason}")
-    for name, expected in (
-        ("bf16", config.bf16),
-        ("fp16", config.fp16),
-        ("use_distributed_optimizer", ddp_config.use_distributed_optimizer),
-        ("overlap_param_gather", ddp_config.overlap_param_gather),
-    ):
-        if getattr(optimizer_config, name) != expected:
-            raise ValueError(
-                f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with "
-                f"{expected}: use build_optimizer_config, or give both the same value"
-            )
-    check_optimizer_precision(optimizer_config, config, ddp_config)
+    check_agreement(optimizer_config, config, ddp_config)
     if optimizer_config.optimizer_cpu_offload and not torch.cuda.is_available():
         raise ValueError("optimizer_cpu_offload=True where there is no GPU, and it trains otherwise: set it to False")
     if optimizer_config.use_layer_wise_distributed_optimizer:
@@ -122,6 +111,28 @@ def check_optimizer_config(
         )
     if optimizer_config.optimizer in EMERGING_OPTIMIZERS:
         _check_emerging(optimizer_config, config)
+
+
+def check_agreement(
+    optimizer_config: OptimizerConfig, config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> None:
+    """Refuse an `OptimizerConfig` of another precision or sharding than the model's two configs.
+
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    for name, expected in (
+        ("bf16", config.bf16),
+        ("fp16", config.fp16),
+        ("use_distributed_optimizer", ddp_config.use_distributed_optimizer),
+        ("overlap_param_gather", ddp_config.overlap_param_gather),
+    ):
+        if getattr(optimizer_config, name) != expected:
+            raise ValueError(
+                f"OptimizerConfig.{name} is {getattr(optimizer_config, name)}, but the model was built with "
+                f"{expected}: use build_optimizer_config, or give both the same value"
+            )
+    check_optimizer_precision(optimizer_config, config, ddp_config)
 
 
 def _check_emerging(optimizer_config: OptimizerConfig, config: TransformerConfig) -> None:

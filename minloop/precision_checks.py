@@ -50,6 +50,7 @@ def check_precision(config: Any) -> None:
         )
     if capability is not None:
         check_fp8_chip(config, capability)
+        check_fp8_attention(config, capability)
     _check_recipe(config)
     check_fp8_sizes(config)
 
@@ -65,6 +66,27 @@ def check_fp8_chip(config: Any, capability: tuple[int, int]) -> None:
             f"fp8_recipe={recipe!r} needs a GPU of compute capability {major}.{minor} or more, this one has "
             f"{capability[0]}.{capability[1]}: {remedy}"
         )
+
+
+def check_fp8_attention(config: Any, capability: tuple[int, int]) -> None:
+    """Raise ValueError if a GPU of this compute capability has no backward pass of attention in FP8 for such heads.
+
+    cuDNN's takes heads of 128 channels alone before Blackwell (10.0), and of at most 128 there; Transformer Engine
+    (common/fused_attn/fused_attn.cpp) then finds no backend, in mid-forward, without a word about channels.
+    """
+    fields = ("fp8_dot_product_attention", "fp8_multi_head_attention")  # of which the latter means the former, too
+    asked = [name for name in fields if getattr(config, name)]
+    heads = [("kv_channels, by default hidden_size / num_attention_heads", config.kv_channels)]
+    if config.multi_latent_attention:
+        heads = [("qk_head_dim + qk_pos_emb_head_dim", config.qk_head_dim + config.qk_pos_emb_head_dim)]
+        heads.append(("v_head_dim", config.v_head_dim))
+    for name, size in heads:
+        if asked and (size > 128 or (size < 128 and capability < (10, 0))):
+            raise ValueError(
+                f"{' and '.join(asked)}=True with heads of {size} channels ({name}), with which cuDNN cannot train in "
+                f"FP8 on a GPU of compute capability {capability[0]}.{capability[1]}: make it 128 channels a head, or "
+                f"set {' and '.join(asked)}=False"
+            )
 
 
 def _check_fp4(config: Any, capability: tuple[int, int] | None) -> None:

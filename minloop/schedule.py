@@ -11,6 +11,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
 from minloop.alive import left_midway
@@ -41,7 +42,7 @@ def forward_backward(
     Returns:
         The reports of the microbatches; empty but on the last pipeline stage.
     """
-    check_count(state, batches.count)
+    check_count(state.config, batches.count)
     if state.config.overlap_moe_expert_parallel_comm and not forward_only:
         _check_plans(state, forward_step)
     config, taken = state.config, batches.take()
@@ -78,9 +79,9 @@ def _check_plans(state: TrainState, forward_step: ForwardStep) -> None:
         )
 
 
-def check_count(state: TrainState, count: int) -> None:
+def check_count(config: TransformerConfig, count: int) -> None:
     """Raise ValueError unless virtual pipeline stages can work through `count` microbatches."""
-    config, pp = state.config, state.groups.pp.size()
+    pp = config.pipeline_model_parallel_size
     vpp, group = config.virtual_pipeline_model_parallel_size, config.microbatch_group_size_per_vp_stage or pp
     if vpp is not None and not (group <= count and count % group in (0, *range(pp, group))):
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import minloop
-from minloop.advice import environment_advice
+from minloop.advice import environment_advice, say_choices
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -66,4 +66,17 @@ def test_experts_one_after_another_want_cutlass() -> None:
     given["environment"] = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
     assert not environment_advice(config, ddp_config, **given)
     config.gradient_accumulation_fusion = True
-    assert not environment_advice(config, ddp_config, **(given | {"environment": {}}))
+    given["environment"] = {}
+    assert not environment_advice(config, ddp_config, **given)
+
+
+def test_without_a_gpu_steps_are_launched_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    for fields in ({}, {"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "full_iteration"}):
+        config = minloop.build_config(**MODEL, **dropout, **fields)
+        say_choices(config, minloop.build_ddp_config(config, check_for_nan_in_grad=False), 1)
+    (said,) = caplog.messages
+    assert "cuda_graph_impl='full_iteration', but there is no GPU: steps run without graphs" in said

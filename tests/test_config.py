@@ -30,6 +30,7 @@ from minloop.optimizer import check_optimizer_config
 from minloop.spelling import check_spellings
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+LOCAL = {"transformer_impl": "local"}
 
 
 def test_precision_decides_the_dtypes() -> None:
@@ -71,8 +72,15 @@ def test_any_field_can_be_given_and_a_subclass_used() -> None:
     assert config.activation_func is F.silu
     latent = minloop.build_config(minloop.MLATransformerConfig, **MODEL)
     assert isinstance(latent, minloop.MLATransformerConfig)
-    with pytest.raises(TypeError, match="tensor_parallel"):
+    with pytest.raises(TypeError, match="TransformerConfig has no field 'tensor_parallel'"):
         minloop.build_config(**MODEL, tensor_parallel=2)
+    with pytest.raises(TypeError, match="did you mean 'recompute_granularity'"):
+        minloop.build_config(**MODEL, recompute_granularty="full")
+    for ddp in ({}, {"reshard_after_forward": True}):
+        with pytest.raises(TypeError, match="ParallelConfig has no field 'bucket_siz': did you mean 'bucket_size'"):
+            minloop.build_ddp_config(config, bucket_siz=1, **ddp)
+    with pytest.raises(TypeError, match="OptimizerConfig has no field 'adam_bet1': did you mean 'adam_beta1'"):
+        minloop.build_optimizer_config(config, minloop.build_ddp_config(config), lr=1.0, adam_bet1=0.9)
 
 
 def test_virtual_stages_overlap_their_communication() -> None:
@@ -201,6 +209,29 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             {"mtp_num_layers": 1, "mtp_detach_heads": True, "pipeline_model_parallel_size": 2},
             r"mtp_detach_heads=True with pipeline_model_parallel_size \(2\)",
         ),
+        *(
+            ({name: value}, f"{name}={value} with fp8=None and fp4=None, without which nothing reads it: set fp8")
+            for name, value in {
+                "fp8_dot_product_attention": True,
+                "fp8_wgrad": False,
+                "first_last_layers_bf16": True,
+            }.items()
+        ),
+        *(
+            ({name: value}, f"{name}={value} with num_moe_experts=None, .*: set num_moe_experts, or leave {name} out")
+            for name, value in {"moe_grouped_gemm": True, "moe_router_topk": 4, "moe_aux_loss_coeff": 0.01}.items()
+        ),
+        ({"cpu_offloading_num_layers": 2}, "cpu_offloading_num_layers=2 with cpu_offloading=False"),
+        ({"offload_modules": ["core_attn"]}, "with fine_grained_activation_offloading=False"),
+        ({"offload_modules": ["coreattn"]}, "'coreattn' is none of core_attn, .*: did you mean 'core_attn'?"),
+        ({"offload_modules": "core_attn"}, "a list of them is due: give offload_modules=.'core_attn'."),
+        ({"cpu_offloading": True, **LOCAL}, "cpu_offloading=True with transformer_impl='local'"),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"], **LOCAL},
+            "fine_grained_activation_offloading=True with transformer_impl='local'",
+        ),
+        ({"attention_backend": "flash"}, "'flash' is no AttnBackend: .* and give AttnBackend.flash$"),
+        ({"attention_backend": "falsh"}, "give one of AttnBackend.flash, AttnBackend.fused"),
     ],
 )
 def test_contradictions_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -270,6 +301,19 @@ def test_ddp_and_optimizer_configs() -> None:
         minloop.build_ddp_config(config, overlap_param_gather=True)
     with pytest.raises(ValueError, match="set one of them to False"):
         minloop.build_ddp_config(config, average_in_collective=True)
+    aware = {"use_precision_aware_optimizer": True}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_dtype=torch.bfloat16 with use_precision_aware_optimizer=False"),
+        (aware | {"optimizer": "sgd"}, "use_precision_aware_optimizer=True with optimizer='sgd': set that to 'adam'"),
+        (aware | {"use_distributed_optimizer": False}, "set that to True, in build_ddp_config, or"),
+        (aware, "needs Transformer Engine's Adam, .* set use_precision_aware_optimizer=False"),
+    ]
+    for fields, message in refused:
+        with (
+            mock.patch("minloop.optimizer_config_checks.HAVE_TE", new=False),
+            pytest.raises(ValueError, match=message),
+        ):
+            minloop.build_optimizer_config(config, ddp_config, lr=0.1, **fields)
 
 
 @pytest.mark.parametrize(

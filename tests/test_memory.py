@@ -224,9 +224,51 @@ def test_the_first_stage_holds_the_most_microbatches() -> None:
     assert estimate(llama(16, **stages), 4).activations == 16 * layer
     virtual = llama(16, **stages, virtual_pipeline_model_parallel_size=2)
     assert estimate(virtual, 4).activations == (2 * 3 + 4 + 1) * 2 * layer
-    with pytest.raises(ValueError, match=r"world_size \(6\) is not divisible by .* \(4\)"):
+    with pytest.raises(ValueError, match=r"world size 6 is not a multiple of .* = 4: change"):
         estimate(llama(16, **stages), 6)
     with pytest.raises(ValueError, match="mtp_num_layers=1: the memory"):
         estimate(llama(16, mtp_num_layers=1), 1)
     with pytest.raises(ValueError, match="optimizer 'muon'"):
         estimate(llama(16), 1, optimizer="muon")
+
+
+EP4: dict[str, Any] = {"num_moe_experts": 4, "expert_model_parallel_size": 4, "add_bias_linear": False}
+FSDP2: dict[str, Any] = {"reshard_after_forward": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        (PP2, {"pipeline_rank": 2}, r"pipeline_rank is 2: pipeline_model_parallel_size \(2\) has the stages 0 to 1"),
+        (PP2, {"pipeline_rank": -1}, "pipeline_rank is -1"),
+        (EP4, {}, r"world size 2 is not a multiple of .* expert_model_parallel_size \(4\)"),
+        (EP4, {"world_size": 6}, "world size 6 is not a multiple of"),
+        ({}, {"world_size": 0}, "world_size is 0: give a whole number from 1 on"),
+        ({}, {"world_size": -2}, "world_size is -2"),
+        ({}, {"num_microbatches": 0}, "num_microbatches is 0"),
+        (VPP, {"num_microbatches": 1}, r"num_microbatches \(1\) cannot be divided"),
+        ({}, {"micro_batch_size": 2.5}, "micro_batch_size is 2.5"),
+        ({}, {"vocab_size": 0}, "vocab_size is 0"),
+        ({}, {"sequence_length": 0}, "sequence_length is 0"),
+        ({"context_parallel_size": 2}, {"sequence_length": 66}, r"\(66\) must be a multiple of 2 × context"),
+        (TP2, {"sequence_length": 65}, r"sequence_length \(65\) is not divisible by tensor_model_parallel_size \(2\)"),
+        (TP2, {"vocab_size": 257}, r"vocab_size \(257\) is not divisible by .*: pad it to 258"),
+        ({}, {"position_embedding_type": "ropes"}, "use one of learned_absolute, rope, .*: did you mean 'rope'?"),
+        ({}, {"ddp": FSDP2, "share_embeddings_and_output_weights": True}, "torch FSDP2 with share_embeddings"),
+        ({"changed": PP2}, {"ddp": FSDP2}, r"torch FSDP2 with pipeline_model_parallel_size \(2\)"),
+        ({"changed": {"bf16": False}}, {}, "OptimizerConfig.bf16 is True, but the model was built with False"),
+        ({"changed": {"cpu_offloading": True}}, {}, "cpu_offloading=True: how much it moves to the host is not"),
+        ({"changed": {"fine_grained_activation_offloading": True}}, {}, "^fine_grained_.*=True: how much"),
+    ],
+)
+def test_what_cannot_be_built_is_not_estimated(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    changed, ddp = fields.get("changed", {}), options.get("ddp", {})  # changed after the other configs were made
+    config = small_config(bf16=True, **{name: value for name, value in fields.items() if name != "changed"})
+    ddp_config = minloop.build_ddp_config(config, **ddp)
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=1.0)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    usual = {"vocab_size": 256, "sequence_length": 64, "micro_batch_size": 1, "world_size": 2}
+    asked: Any = usual | {name: value for name, value in options.items() if name != "ddp"}
+    with pytest.raises(ValueError, match=message):
+        minloop.estimate_memory(config, ddp_config, optimizer_config, **asked)

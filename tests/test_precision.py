@@ -61,6 +61,25 @@ def test_a_recipe_that_the_chip_lacks_is_refused(recipe: str, capability: tuple[
     precision_checks.check_fp8_chip(SimpleNamespace(fp8_recipe=recipe), (10, 0))
 
 
+def test_attention_in_fp8_that_cudnn_lacks_is_refused() -> None:
+    heads: dict[str, Any] = {"fp8_dot_product_attention": True, "kv_channels": 128}
+    latent = {"multi_latent_attention": True, "qk_head_dim": 96, "qk_pos_emb_head_dim": 32, "v_head_dim": 128}
+    for fields in ({}, heads, heads | latent, {"fp8_multi_head_attention": True, "kv_channels": 128}):
+        precision_checks.check_fp8_attention(fp8_config(**fields), (9, 0))
+    precision_checks.check_fp8_attention(fp8_config(**heads | {"kv_channels": 64}), (10, 0))
+    both = {"kv_channels": 64, "fp8_multi_head_attention": True}
+    refused: list[tuple[dict[str, Any], tuple[int, int], str]] = [
+        ({"kv_channels": 64}, (9, 0), r"=True with heads of 64 channels \(kv_channels.* 9.0: .* set fp8_dot_.*=False$"),
+        ({"kv_channels": 256}, (10, 0), "256 channels .* 10.0: make it 128 channels a head, or set"),
+        (latent | {"qk_head_dim": 128}, (9, 0), r"160 channels \(qk_head_dim \+ qk_pos_emb_head_dim\)"),
+        (latent | {"v_head_dim": 64}, (9, 0), r"64 channels \(v_head_dim\)"),
+        (both, (9, 0), "and fp8_multi_head_attention=True .* fp8_multi_head_attention=False$"),
+    ]
+    for fields, capability, message in refused:
+        with pytest.raises(ValueError, match=f"^fp8_dot_product_attention.*{message}"):
+            precision_checks.check_fp8_attention(fp8_config(**heads | fields), capability)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

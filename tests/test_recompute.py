@@ -104,6 +104,9 @@ def test_recomputing_changes_nothing(model: str, layout: str) -> None:
         ({"recompute_modules": ["mlp"]}, r"recompute_modules \['mlp'\] with recompute_granularity=None"),
         (full("block", 1, recompute_modules=["mlp"]), "with recompute_granularity='full', which ignores them"),
         (selective("core_attn") | {"recompute_method": "block"}, "recompute_method='block' with .*'selective'"),
+        (selective(), r"recompute_modules=\[\], which recomputes nothing"),
+        ({"recompute_modules": "mlp"}, r"'mlp' is a word, .*: give recompute_modules=\['mlp'\]"),
+        (full("uniform", 5), r"recompute_num_layers \(5\) is more than num_layers \(4\)"),
         ({"recompute_num_layers": 1}, "recompute_num_layers=1 with recompute_granularity=None, which ignores it"),
     ],
 )

@@ -25,15 +25,20 @@ def slice_batch_for_context_parallel(batch: Batch, groups: ProcessGroupCollectio
     size, sequence_length = groups.cp.size(), batch["tokens"].size(1)
     if size == 1:
         return batch
-    if sequence_length % (2 * size):
-        raise ValueError(
-            f"the sequence length ({sequence_length}) must be a multiple of 2 × context parallel size ({size})"
-        )
+    check_sequence_length(sequence_length, size)
     if "cu_seqlens" in batch:
         return _slice_packed(batch, batch["cu_seqlens"].flatten(), size, groups.cp.rank())
     per_sample = {name: value for name, value in batch.items() if value.dim() < 2}
     per_token = {name: value for name, value in batch.items() if value.dim() >= 2}
     return {**get_batch_on_this_cp_rank(per_token, is_hybrid_cp=False, cp_group=groups.cp), **per_sample}
+
+
+def check_sequence_length(sequence_length: int, size: int) -> None:
+    """Raise ValueError unless context parallelism over `size` ranks can divide a sequence into its chunks."""
+    if size > 1 and sequence_length % (2 * size):
+        raise ValueError(
+            f"the sequence length ({sequence_length}) must be a multiple of 2 × context parallel size ({size})"
+        )
 
 
 def _slice_packed(batch: Batch, boundaries: torch.Tensor, size: int, rank: int) -> Batch:

@@ -79,7 +79,7 @@ def forward_backward(
     batches = Microbatches(
         data, num_microbatches, micro_batch_size, seq_length, varying=may_vary(state), iteration=state.iteration + 1
     )
-    check_count(state, num_microbatches)
+    check_count(state.config, num_microbatches)
     counting = partial(_counting_step, forward_step, step.counted)
     weight = num_microbatches / (step.num_microbatches or [num_microbatches])[0]
     with (
