@@ -31,12 +31,12 @@ with without_warnings():  # of mcore, about packages that are not installed
     from ranks import run_ranks  # the tests are no package
     from reshard import differing_tensors, load_and_save, random_layout, train_and_save
     from sameness_cases import ARCHITECTURES, LLAMA, MOE, ZERO1
+    from small import WIDE
 
 GPUS = torch.cuda.device_count()
 RESULT = Path(__file__).parent / "results" / ("reshard_chain_gpu.json" if GPUS else "reshard_chain.json")
 FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}
 ON_CPU: dict[str, dict[str, Any]] = {"Llama": LLAMA, "MoE, DeepSeek-like": ARCHITECTURES["MoE, DeepSeek-like"]}
-WIDE: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}  # as FP8 wants it
 ON_GPU: dict[str, dict[str, Any]] = {
     "Llama": LLAMA | WIDE,
     "MoE": LLAMA | MOE | WIDE,

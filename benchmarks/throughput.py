@@ -224,15 +224,14 @@ def main(words: list[str]) -> None:
     warmup = int(run.options.get("warmup", 5))
     before = product_rate()
     state = build(run)
-    data = batches(run, state, run.steps + 2)
+    profiles = [(look, run.options[look.__name__]) for look in (profile, host_profile) if look.__name__ in run.options]
+    data = batches(run, state, run.steps + len(profiles))
     step_ms, losses = train(run, state, data)
     timed = step_ms[-(-warmup // run.window) :] or step_ms[-1:]
     peak = torch.cuda.max_memory_allocated() / 2**30
     first = minloop.is_first_rank(state.groups)
-    if file := run.options.get("profile"):
-        profile(state, data, run.shape.num_microbatches(state.groups.dp.size()), file if first else os.devnull)
-    if file := run.options.get("host_profile"):
-        host_profile(state, data, run.shape.num_microbatches(state.groups.dp.size()), file if first else os.devnull)
+    for look, file in profiles:
+        look(state, data, run.shape.num_microbatches(state.groups.dp.size()), file if first else os.devnull)
     config = state.config
     minloop.shutdown_distributed()
     if first:

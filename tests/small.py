@@ -12,6 +12,9 @@ import minloop
 
 VOCAB_SIZE, SEQUENCE_LENGTH, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 256, 32, 8, 2
 
+WIDE: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}
+"""For GPUs: Transformer Engine's kernels and FP8 want multiples of 16, and fused attention heads of 16."""
+
 
 class Text(Dataset[dict[str, torch.Tensor]]):
     """Windows of a standard library module's source, byte by byte; every sample counts another number of tokens."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from sameness_cases import MOE, RECIPE, ZERO1
-from small import small_config, small_state, text_loader, train
+from small import WIDE, small_config, small_state, text_loader, train
 
 import minloop
 
@@ -84,7 +84,7 @@ def test_on_two_gpus(more: dict[str, Any]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     layouts: list[dict[str, Any]] = [{}, {"ddp": ZERO1}]
-    size = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4}
+    size = WIDE | {"num_query_groups": 4}
     layouts = [layout | size for layout in layouts]
     for without, overlapped in run_ranks(2, with_and_without, layouts, **OVERLAP, **more)[0]:
         assert overlapped == pytest.approx(without, rel=1e-2)

@@ -10,7 +10,7 @@ import torch
 from hosted import EXPERTS, OVERLAP, ZERO1, state_on
 from megatron.core.resharding import refit
 from ranks import run_ranks
-from small import shared_state, small_config, small_state, text_loader, train
+from small import WIDE, shared_state, small_config, small_state, text_loader, train
 
 import minloop
 
@@ -249,5 +249,5 @@ def test_grouped_experts_are_streamed_between_layouts_as_mcore_reshards_them() -
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     grouped = {**EXPERTS, "moe_grouped_gemm": True, "add_bias_linear": False, "bf16": True}
-    grouped |= {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}
+    grouped |= WIDE
     run_ranks(2, _resharded, [({**grouped, "expert_model_parallel_size": 2}, {}, "nccl")])

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from ranks import run_ranks
 from sameness_cases import LLAMA, MOE
-from small import small_config, small_state, text_loader, train
+from small import WIDE, small_config, small_state, text_loader, train
 
 import minloop
 from minloop.checkpoint.optimizer_state import mended_distributed_optimizers
@@ -207,12 +207,12 @@ def test_gradients_on_a_gpu(sizes: tuple[int, int], dtype: torch.dtype) -> None:
     assert torch.equal(sums[1], before[1])
 
 
-WIDE: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "bf16": True, "lr": 1e-3}
+MIXTURE: dict[str, Any] = LLAMA | MOE | WIDE | {"bf16": True, "lr": 1e-3}
 
 
 def trained(directory: str, joined: bool, ddp: dict[str, Any]) -> tuple[bool, list[float]]:
     with mock.patch("minloop.model.join_experts", expert_products.join_experts if joined else lambda *_: None):
-        state = small_state(ddp=ddp, **(LLAMA | MOE | WIDE))
+        state = small_state(ddp=ddp, **MIXTURE)
     found = are_joined(state.chunks[0])
     one_by_one = mock.Mock(side_effect=AssertionError("these experts do not lie together"))
     for layer in state.chunks[0].modules():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sameness_cases import MOE, RECIPE, SP
-from small import MICRO_BATCH_SIZE, small_config, small_state, text_loader, train
+from small import MICRO_BATCH_SIZE, WIDE, small_config, small_state, text_loader, train
 
 import minloop
 from minloop import fsdp_checks
@@ -27,12 +27,7 @@ EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "expert_model_parallel_size": 2
 EP2: dict[str, Any] = MOE | {"expert_model_parallel_size": 2}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, **SP}
 
-GPU_MODEL: dict[str, Any] = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 256,
-    "num_attention_heads": 8,
-    "gradient_accumulation_fusion": False,
-}
+GPU_MODEL: dict[str, Any] = WIDE | {"gradient_accumulation_fusion": False}
 
 ON_TWO: dict[str, tuple[dict[str, Any], int]] = {
     "no_shard": (megatron("no_shard"), 2),

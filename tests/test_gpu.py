@@ -11,15 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 from ranks import RankError, run_ranks
-from small import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, small_config, small_state, text_loader, train
+from small import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, WIDE, small_config, small_state, text_loader, train
 
 import minloop
 from minloop.layers.weight_gradient import accumulate_weight_gradient
 
 pytestmark = pytest.mark.gpu
 SHARDED = {"use_distributed_optimizer": True}
-# Transformer Engine's kernels want multiples of 16; heads of 16, so that fused attention can take them.
-MODEL: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}
 
 
 def needs(gpus: int) -> None:
@@ -29,7 +27,7 @@ def needs(gpus: int) -> None:
 
 def one_gpu() -> dict[str, Any]:
     backend = minloop.cpu_backend()
-    state = small_state(**MODEL)
+    state = small_state(**WIDE)
     before = [p.detach().clone() for p in state.chunks[0].parameters()]
     loader = text_loader(state)
     history = train(state, loader, 1)
@@ -55,13 +53,13 @@ def test_one_gpu_trains() -> None:
 
 
 def save_initial(directory: str, fields: dict[str, Any]) -> None:
-    minloop.save_checkpoint(directory, small_state(**MODEL, **fields))
+    minloop.save_checkpoint(directory, small_state(**WIDE, **fields))
     minloop.shutdown_distributed()
 
 
 def run(directory: str, options: dict[str, Any], steps: int, save: bool = False) -> list[tuple[float, float]]:
     torch.backends.cuda.matmul.allow_tf32 = False
-    state = small_state(seed=99, **(MODEL | options))
+    state = small_state(seed=99, **(WIDE | options))
     loader = text_loader(state)
     source = minloop.latest_checkpoint(directory)
     assert source is not None
@@ -129,7 +127,7 @@ def test_resumes_bit_for_bit(tmp_path: Path, options: dict[str, Any], monkeypatc
 
 def logits(directory: str, options: dict[str, Any]) -> torch.Tensor:
     torch.backends.cuda.matmul.allow_tf32 = False
-    state = small_state(seed=99, **(MODEL | options))
+    state = small_state(seed=99, **(WIDE | options))
     minloop.load_checkpoint(directory, state)
     result = minloop.forward_logits(state, torch.arange(32)[None])
     minloop.shutdown_distributed()
@@ -179,7 +177,7 @@ def test_a_graph_of_cudnns_attention_of_short_sequences_is_refused(tmp_path: Pat
 
 def overlapped(directory: str, options: dict[str, Any]) -> list[tuple[float, float]]:
     """A run whose tensor parallel communication hides behind products."""
-    config = small_config(**(MODEL | options))
+    config = small_config(**(WIDE | options))
     minloop.init_distributed(config, seed=1)
     minloop.init_tp_overlap(config, seq_length=SEQUENCE_LENGTH, micro_batch_size=MICRO_BATCH_SIZE)
     return run(directory, options, 10)
@@ -297,7 +295,7 @@ def _given_back() -> tuple[float, bool]:
     for moving in (False, True):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        state = small_state(**MODEL, bf16=True, ddp=SHARDED)
+        state = small_state(**WIDE, bf16=True, ddp=SHARDED)
         loader = text_loader(state)
         losses.append([loss for loss, _ in train(state, loader, 2)])
         if moving:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from ranks import run_ranks
-from small import VOCAB_SIZE, small_config, small_state, text_loader, train
+from small import VOCAB_SIZE, WIDE, small_config, small_state, text_loader, train
 
 import minloop
 from minloop.embedding.lora import COLUMN, NORMED, LoRA
@@ -250,10 +250,6 @@ def test_an_adapter_sees_what_a_norm_within_its_layer_makes(sequence_parallel: b
     run_ranks(2, _after_a_norm, sequence_parallel, bias)
 
 
-# Transformer Engine's kernels want multiples of 16.
-ON_GPU: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8}
-
-
 def _merged_on_gpu(directory: str, options: dict[str, Any]) -> torch.Tensor:
     state = _adapted(directory, **options)
     layers = [
@@ -274,8 +270,8 @@ def _merged_on_gpu(directory: str, options: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.gpu
 def test_adapters_of_transformer_engines_layers_are_those_of_local_ones(tmp_path: Path) -> None:
     pytest.importorskip("transformer_engine", reason="these are its layers")
-    run_ranks(1, _save_base, str(tmp_path), **ON_GPU)
-    ((expected, _),) = run_ranks(1, _train, str(tmp_path), {**ON_GPU, "transformer_impl": "local"})
+    run_ranks(1, _save_base, str(tmp_path), **WIDE)
+    ((expected, _),) = run_ranks(1, _train, str(tmp_path), {**WIDE, "transformer_impl": "local"})
     layouts: list[dict[str, Any]] = [
         {},
         {"tensor_model_parallel_size": 2},
@@ -285,7 +281,7 @@ def test_adapters_of_transformer_engines_layers_are_those_of_local_ones(tmp_path
     logits: list[torch.Tensor] = []
     for options in layouts[: 4 if torch.cuda.device_count() > 1 else 1]:
         ranks = options.get("tensor_model_parallel_size", 1)
-        options = {**ON_GPU, "transformer_impl": "transformer_engine", **options}
+        options = {**WIDE, "transformer_impl": "transformer_engine", **options}
         for results, _ in run_ranks(ranks, _train, str(tmp_path), options):
             torch.testing.assert_close(torch.tensor(results), torch.tensor(expected), rtol=2e-2, atol=1e-3)
         logits += run_ranks(ranks, _merged_on_gpu, str(tmp_path), options)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from ranks import RankError, run_ranks
-from small import small_config, small_state, text_loader, train
+from small import WIDE, small_config, small_state, text_loader, train
 
 import minloop
 from minloop import precision_checks
 
-MODEL: dict[str, Any] = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "bf16": True}
+MODEL: dict[str, Any] = WIDE | {"bf16": True}
 RECIPES: list[dict[str, Any]] = [
     {"fp8": "hybrid", "fp8_recipe": "delayed"},
     {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
