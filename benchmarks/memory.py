@@ -1,4 +1,4 @@
-"""What saves memory, how much, and what it costs in speed: shape D on two GPUs, each way of saving in its own run.
+"""What saves memory, how much, and what it costs in speed: shape D, each way of saving in its own run.
 
     PYTHONPATH=$PWD python benchmarks/memory.py                      # every case, about a minute each
     PYTHONPATH=$PWD python benchmarks/memory.py plain offload steps=4 timeout=120
@@ -16,7 +16,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
 import minloop
-from benchmarks.cases import keep, read_cases, run_cases
+from benchmarks.cases import keep, read_cases, run_cases, that_fit
 from benchmarks.shapes import Run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -27,6 +27,7 @@ OFFLOAD = PRECISION_AWARE | {
     "optimizer_offload_fraction": 0.5,  # of D's 64 GB a rank: all of it fills the host's memory
     "overlap_cpu_optimizer_d2h_h2d": True,
 }
+ONE_GPU = {"grad_reduce_in_fp32": False, "gpus": 1}
 
 
 def selective(*modules: str) -> dict[str, Any]:
@@ -42,6 +43,10 @@ CASES: dict[str, dict[str, Any]] = {
     "recompute_mlp": selective("mlp"),
     "recompute_full": FULL,
     "offload": OFFLOAD,
+    # one GPU holds D only with less than 14 bytes a parameter, and few of its activations
+    "one_gpu_recompute_full": ONE_GPU | MOMENTS | FULL,
+    "one_gpu_recompute_mlp": ONE_GPU | MOMENTS | selective("core_attn", "mlp"),
+    "one_gpu_offload": ONE_GPU | FULL | OFFLOAD,
 }
 
 
@@ -82,7 +87,7 @@ def with_estimate(made: dict[str, Any], run: Run) -> dict[str, Any]:
 
 def main(given: list[str]) -> None:
     counts = {"shape": "D", "gpus": "2", "global_batch_size": "8", "steps": "3", "warmup": "1", "timeout": "90"}
-    asked = read_cases(given, CASES, counts)
+    asked = that_fit(read_cases(given, CASES, counts), CASES)
     keep((with_estimate(made, asked.run) for made in run_cases(asked, CASES)), "memory.json")
 
 

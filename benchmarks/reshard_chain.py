@@ -3,9 +3,9 @@
     uv run python benchmarks/reshard_chain.py              seed 1; `3` as a word is another seed
     uv run python benchmarks/reshard_chain.py 3 hops=2     a shorter chain, printed only
 
-Small bf16 models train for three steps in one layout and are saved. Each of ten random layouts on up to eight CPU ranks
+Small bf16 models train for three steps in one layout and are saved. Each of ten random layouts on up to eight ranks
 loads the checkpoint before it and saves, and so does the first layout in the end. Results: results/reshard_chain.json,
-of GPUs (as many ranks as there are of them, Transformer Engine's layers, one model with its weights in FP8)
+of GPUs (which ranks share where there are fewer, with Transformer Engine's layers, one model with its weights in FP8)
 results/reshard_chain_gpu.json. FP8's weights follow from the master weights by scales of each layout, and so are
 compared in the first layout alone, where the chain ends.
 """
@@ -46,7 +46,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
 
 def chain(name: str, draw: random.Random, hops: int) -> dict[str, Any]:
     model = (ON_GPU if GPUS else ON_CPU)[name] | {"bf16": True}
-    layouts = [random_layout(draw, GPUS or 8, experts="num_moe_experts" in model) for _ in range(1 + hops)]
+    layouts = [random_layout(draw, experts="num_moe_experts" in model) for _ in range(1 + hops)]
     if "fp8" in model:  # which the distributed optimizer alone takes
         layouts = [(text.replace("DDP", "ZeRO-1"), ranks, {"ddp": ZERO1} | options) for text, ranks, options in layouts]
     layouts.append(layouts[0])

@@ -1,7 +1,9 @@
 """Does training go on alike when a checkpoint is loaded into another layout, weights and optimizer?
 
-    NVIDIA_TF32_OVERRIDE=0 CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/resharded_training.py    on 4 GPUs, or on 2
-    CUDA_VISIBLE_DEVICES= python benchmarks/resharded_training.py 4      on so many CPU ranks, in fp32 alone
+    NVIDIA_TF32_OVERRIDE=0 CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/resharded_training.py    4 ranks; `2` are two
+    CUDA_VISIBLE_DEVICES= python benchmarks/resharded_training.py        on CPU ranks, in fp32 alone
+
+Ranks share GPUs where there are fewer (tests/ranks.py).
 
 A Llama of 8 layers trains TRAINED steps in the first layout of LAYOUTS, is saved, and trains CONTINUED steps more. The
 same steps are made from the checkpoint in every layout, the first one among them, and their losses compared, relative:
@@ -124,6 +126,7 @@ def machine(ranks):
     packages = ("torch", "megatron-core", *(["transformer-engine"] if on_gpu else []))
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {platform.machine()}",
+        "gpus": torch.cuda.device_count(),
         "ranks": ranks,
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
@@ -141,13 +144,12 @@ def write(row):
 
 def main(words):
     """Compare and write; returns whether every layout stayed within what is allowed."""
-    gpus = torch.cuda.device_count()
-    ranks = int(words[0]) if words else 2 if 2 <= gpus < 4 else 4
-    if ranks not in LAYOUTS or 0 < gpus < ranks:
-        raise ValueError(f"{ranks} ranks with {gpus} GPUs: there are layouts for {[*LAYOUTS]} ranks, one GPU for each")
-    if gpus and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+    on_gpu, ranks = torch.cuda.is_available(), int(words[0]) if words else 4
+    if ranks not in LAYOUTS:
+        raise ValueError(f"{ranks} ranks: there are layouts for {[*LAYOUTS]}")
+    if on_gpu and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         raise ValueError("NVIDIA_TF32_OVERRIDE is not 0, so that fp32's products would be rounded to TF32: set it to 0")
-    rows = [machine(ranks) | compare(ranks, precision) for precision in (("fp32", "bf16") if gpus else ("fp32",))]
+    rows = [machine(ranks) | compare(ranks, precision) for precision in (("fp32", "bf16") if on_gpu else ("fp32",))]
     for row in rows:
         write(row)
     return all(cell["of_allowed"] <= 1 for row in rows for cell in row["cells"])

@@ -1,9 +1,10 @@
-"""Does every layout that the GPUs here allow, two or four, train alike, in bf16, with Transformer Engine's layers?
+"""Does every layout of two and four ranks train alike on GPUs, in bf16, with Transformer Engine's layers?
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/sameness_gpu.py      writes results/sameness_gpu.json
     python benchmarks/sameness_gpu.py EP4 "PP2 VPP2×DP2" Llama           some layouts and architectures, printed only
 
-Without a GPU as many CPU ranks train, with mcore's local layers, and nothing is written.
+Ranks share GPUs where there are fewer (tests/ranks.py). Without any, CPU ranks train, with mcore's local layers, and
+nothing is written.
 
 bf16 rounds every activation, so that no two layouts agree to the last digit. What can be asked is that a layout differs
 from one GPU no more than one GPU differs from itself when its initial weights are rounded otherwise. That spread is
@@ -170,13 +171,11 @@ def main(names):
     if unknown := set(names) - LAYOUTS.keys() - ARCHITECTURES.keys():
         raise ValueError(f"neither a layout nor an architecture: {', '.join(sorted(unknown))}")
     on_gpu = torch.cuda.is_available()
-    ranks = torch.cuda.device_count() or 4
     layouts = {name: case for name, case in LAYOUTS.items() if name in names} or LAYOUTS
-    layouts = {name: case for name, case in layouts.items() if case[0] <= ranks}
     architectures = {name: case for name, case in ARCHITECTURES.items() if name in names} or ARCHITECTURES
     packages = ("torch", "megatron-core", *(["transformer-engine"] if on_gpu else []))
     result = {name.replace("-", "_"): metadata.version(name) for name in packages} | {"steps": STEPS}
-    result["gpu"] = f"{ranks} × {torch.cuda.get_device_name()}" if on_gpu else "none"
+    result["gpu"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}" if on_gpu else "none"
     for _ in measure(result, layouts, architectures):
         if on_gpu and not names:
             RESULTS.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -116,13 +116,13 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
 
 def _refuse_shared_gpu() -> None:
     """NCCL hangs or fails obscurely with two ranks on one GPU; one look-up in the rendezvous store tells."""
-    device = torch.cuda.current_device()
-    gpu = f"minloop/gpu/{socket.gethostname()}/{torch.cuda.get_device_properties(device).uuid}"
+    device, machine = torch.cuda.current_device(), os.environ.get("NCCL_HOSTID") or socket.gethostname()  # as NCCL does
+    gpu = f"minloop/gpu/{machine}/{torch.cuda.get_device_properties(device).uuid}"
     rank = str(dist.get_rank())
     owner = dist.distributed_c10d._get_default_store().compare_set(gpu, "", rank).decode()  # pyright: ignore[reportPrivateUsage]
     if owner != rank:
         raise RuntimeError(
-            f"ranks {owner} and {rank} share GPU {device} of {socket.gethostname()}: set LOCAL_RANK (torchrun does) so "
+            f"ranks {owner} and {rank} share GPU {device} of {machine}: set LOCAL_RANK (torchrun does) so "
             "that each rank has its own"
         )
 

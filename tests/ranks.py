@@ -11,6 +11,9 @@
 Every rank is a process of its own, forked from one server process that has imported torch and megatron-core already,
 so a run costs a fraction of a second and not the seconds of those imports. A rank sees what torchrun would give it
 (RANK, WORLD_SIZE, MASTER_ADDR, ...), the caller's environment and working directory, and nothing of its memory.
+
+Where there are fewer GPUs than ranks, ranks share them: NCCL takes those of one GPU for ranks of several machines. That
+shows whether they compute the same, not how fast, as each of their kernels waits for the others' turn.
 """
 
 import faulthandler
@@ -118,7 +121,7 @@ def init_gloo() -> None:
 def _start(number: int, folder: Path, job: bytes, environment: dict[str, str]) -> _Rank:
     folder.mkdir()
     ours, theirs = multiprocessing.Pipe()
-    environment = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
+    environment = {**environment, "RANK": str(number), **place(number, torch.cuda.device_count())}
     process = multiprocessing.get_context("forkserver").Process(
         target=_rank_main, args=(theirs, folder, job, environment, os.getcwd())
     )
@@ -237,6 +240,13 @@ def _torchrun_environment(world_size: int) -> dict[str, str]:
     """What torchrun sets for every rank alike."""
     sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     return {**sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+
+
+def place(number: int, gpus: int) -> dict[str, str]:
+    """Which GPU a rank has; with more ranks than GPUs, of which of the machines that NCCL is to see."""
+    if not 0 < gpus <= number:
+        return {"LOCAL_RANK": str(number)}
+    return {"LOCAL_RANK": str(number % gpus), "NCCL_HOSTID": f"machine {number // gpus}"}
 
 
 def free_port() -> int:

@@ -11,13 +11,15 @@ from small import small_state, text_loader, train
 
 import minloop
 
+MOST_RANKS = 8
 
-def random_layout(draw: random.Random, most_ranks: int = 8, experts: bool = False) -> tuple[str, int, Options]:
+
+def random_layout(draw: random.Random, experts: bool = False) -> tuple[str, int, Options]:
     """A name, the number of ranks, and options of `small_state`, for four layers with four heads (and four experts)."""
     while True:
         tp, pp, cp, dp = (draw.choice(sizes) for sizes in ((1, 2, 4), (1, 2), (1, 2), (1, 2, 3, 4)))
         ep, etp = (draw.choice((1, 2, 4)), draw.choice((1, tp))) if experts else (1, tp)
-        if tp * pp * cp * dp <= most_ranks and (tp * cp * dp) % (ep * etp) == 0:
+        if tp * pp * cp * dp <= MOST_RANKS and (tp * cp * dp) % (ep * etp) == 0:
             break
     more: Options = {"sequence_parallel": True} if tp > 1 else {}
     if etp != tp:

@@ -211,7 +211,7 @@ def test_resharding_replaces_its_own_row_alone(monkeypatch: pytest.MonkeyPatch, 
     for row_made in [*rows, rows[0] | {"allowed": 2}]:
         resharded_training.write(row_made)
     assert json.loads((tmp_path / "rows.json").read_text()) == [rows[1], rows[0] | {"allowed": 2}]
-    with pytest.raises(ValueError, match="3 ranks with"):
+    with pytest.raises(ValueError, match="3 ranks: there are layouts"):
         resharded_training.main(["3"])
 
 

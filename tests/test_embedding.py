@@ -246,8 +246,6 @@ def test_weights_are_streamed_between_layouts_as_mcore_reshards_them() -> None:
 @pytest.mark.gpu
 def test_grouped_experts_are_streamed_between_layouts_as_mcore_reshards_them() -> None:
     pytest.importorskip("transformer_engine", reason="grouped layers are its")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     grouped = {**EXPERTS, "moe_grouped_gemm": True, "add_bias_linear": False, "bf16": True}
     grouped |= WIDE
     run_ranks(2, _resharded, [({**grouped, "expert_model_parallel_size": 2}, {}, "nccl")])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from ranks import RankError, init_gloo, run_ranks
+from ranks import RankError, init_gloo, place, run_ranks
 
 from minloop.cpu import cpu_backend
 
@@ -68,6 +68,13 @@ def test_a_rank_is_surrounded_as_by_torchrun(monkeypatch: pytest.MonkeyPatch, tm
         assert result["directory"] == str(tmp_path)
         assert result["preloaded"]
     assert "MASTER_PORT" not in os.environ
+
+
+def test_ranks_share_gpus_of_which_there_are_fewer() -> None:
+    assert [place(number, gpus=0) for number in (0, 1)] == [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"}]
+    assert [place(number, gpus=2) for number in (0, 1)] == [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"}]
+    shared = [{"LOCAL_RANK": local, "NCCL_HOSTID": "machine 1"} for local in ("0", "1")]
+    assert [place(number, gpus=2) for number in (2, 3)] == shared
 
 
 def _fail_on_rank_1() -> None:
