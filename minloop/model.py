@@ -108,8 +108,7 @@ def build_model(
         if before_wrapping is not None:
             before_wrapping(chunk)
             start_from_own_weights(chunk)
-        if not config.init_model_with_meta_device:
-            chunk.cuda(torch.cuda.current_device())
+        _bring_to_gpu(chunk)
         chunks.append(Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk)
         join_experts(chunks[-1], config)
     _freeze_tied_weight(chunks, groups)
@@ -127,6 +126,17 @@ def _check_start(config: TransformerConfig, before_wrapping: Any) -> None:
             "deterministic_mode=True, but torch does not use deterministic algorithms: give this config to "
             "init_distributed, or call torch.use_deterministic_algorithms(True) where a host made the groups"
         )
+
+
+def _bring_to_gpu(chunk: MegatronModule) -> None:
+    """Bring a chunk to this rank's GPU, position embeddings at least; layers' weights may be on the meta device."""
+    device = torch.cuda.current_device()
+    if not any(parameter.is_meta for parameter in chunk.parameters()):
+        chunk.cuda(device)
+        return
+    for tensor in (*chunk.parameters(), *chunk.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.cuda(device)
 
 
 def _freeze_tied_weight(chunks: list[MegatronModule], groups: ProcessGroupCollection) -> None:

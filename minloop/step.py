@@ -167,8 +167,8 @@ def take_step(
     losses = computed.losses | auxiliary()
     advance(state, num_samples, updated)
     loss = next(iter(losses.values()))
-    # a number, or with Transformer Engine a tensor that is still on its way
-    norms = () if grad_norm is None else (torch.as_tensor(grad_norm, dtype=torch.float64),)
+    # a number, or with Transformer Engine a tensor [1] that is still on its way
+    norms = () if grad_norm is None else (torch.as_tensor(grad_norm, dtype=torch.float64).reshape(()),)
     state.last_update = (loss, *norms) if updated else state.last_update
     return StepMetrics(
         loss=loss,

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.mlp import MLP
 from megatron.core.utils import unwrap_model
 from ranks import RankError, run_ranks
 from reshard import differing_tensors, load_and_save, train_and_save
@@ -320,6 +321,36 @@ def test_experts_reshard_with_their_optimizer(tmp_path: Path, ddp: dict[str, Any
     ((count, differing),) = run_ranks(1, differing_tensors, [str(tmp_path / "whole"), str(tmp_path / "back")])
     assert count > 20
     assert not differing
+
+
+EXPERTS = {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 32, "sequence_parallel": True}
+
+
+class LikeTransformerEngines(torch.nn.GELU):
+    """An activation that is a module with extra state, as Transformer Engine's are."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert state.numel() == 0
+
+
+def with_such_activations(*args: Any, **options: Any) -> list[Any]:
+    chunks = minloop.build_gpt_model(*args, **options)
+    for mlp in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MLP)):
+        mlp.activation_func = LikeTransformerEngines()
+    return chunks
+
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+def test_activations_with_extra_state_are_saved_by_tensor_parallel_ranks(
+    tmp_path: Path, experts: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"tensor_model_parallel_size": 2, "num_layers": 2, "add_bias_linear": False, **experts}
+    options |= {"bias_activation_fusion": False, "build": with_such_activations}
+    run_ranks(4, train_and_save, str(tmp_path), options)
+    run_ranks(2, load_and_save, str(tmp_path), str(tmp_path / "again"), options)
 
 
 @pytest.mark.parametrize("kind", [{"ddp": SHARDED}, {"bf16": True}, {}], ids=["ZeRO-1", "bf16", "fp32"])

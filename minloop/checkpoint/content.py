@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_grap
 from megatron.core.transformer import MegatronModule
 
 from minloop.architecture import unwrapped
+from minloop.checkpoint.extra_state import tell_copies_apart
 from minloop.checkpoint.flat_ranges import FULLY_RESHARDABLE
 from minloop.checkpoint.holes import allow_holes
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, agree_on_nothing, mended_distributed_optimizers
@@ -114,7 +115,9 @@ def model_state(state: TrainState, metadata: dict[str, Any]) -> dict[str, Any]:
     """mcore's sharded state dict of the chunks, under the names Megatron-LM gives them."""
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
     states = [model.sharded_state_dict(metadata=metadata) for model in unwrapped_models(state)]
-    return dict(zip(model_keys(state), states, strict=True))
+    content = dict(zip(model_keys(state), states, strict=True))
+    tell_copies_apart(content, state.groups)
+    return content
 
 
 def unwrapped_models(state: TrainState) -> list[MegatronModule]:

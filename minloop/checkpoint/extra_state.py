@@ -8,6 +8,9 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.safe_globals import SafeUnpickler
 
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain
@@ -17,6 +20,19 @@ EXTRA_STATE = "_extra_state"
 
 _GATE = "should_load_extra_state_pickle"
 _GUARDED = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.ops.op")
+
+
+def tell_copies_apart(content: dict[str, Any], groups: ProcessGroupCollection) -> None:
+    """Give the extra states of activations, in a model's sharded state dict, their tensor parallel ranks.
+
+    mcore's MLP leaves them out, so that each rank's copy of Transformer Engine's activation counts as the first, and a
+    save is refused (megatron/core/transformer/mlp.py:368).
+    """
+    for leaf in nested_values(content):
+        if isinstance(leaf, ShardedObject) and leaf.key.endswith(f".activation_func.{EXTRA_STATE}"):
+            tensor_parallel: Any = groups.expt_tp if ".experts." in leaf.key else groups.tp
+            replica: Any = leaf.replica_id
+            leaf.replica_id = (replica[0], tensor_parallel.rank(), *replica[2:])
 
 
 def check_extra_states(saved: SavedCheckpoint, content: dict[str, Any]) -> None:

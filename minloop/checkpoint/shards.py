@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from minloop.architecture import unwrapped
+from minloop.checkpoint.extra_state import tell_copies_apart
 from minloop.checkpoint.flat_ranges import sharded_range
 from minloop.checkpoint.full_names import Place
 from minloop.optimizer import inner_optimizers
@@ -91,6 +92,7 @@ def own_shards(state: TrainState, metadata: dict[str, Any]) -> tuple[list[Shard]
     parameters = dict(model.named_parameters())
     with _without_data(model, parameters, ranges) as stand_ins:
         content = model.sharded_state_dict(metadata=metadata | {"dp_cp_group": state.groups.dp_cp})
+    tell_copies_apart(content, state.groups)
     for key, leaf in content.items():
         name = stand_ins.get(id(getattr(leaf, "data", None)))
         if name is None:
