@@ -11,7 +11,7 @@ in fp32 (without TF32, by the variable above), and on GPUs in bf16, too.
 
 In fp32 FP32_LIMIT is allowed. In bf16 a layout may differ no more than runs of the first layout do whose weights are
 rounded otherwise after the load, as sameness_gpu.py measures it. "of_allowed" is a layout's part of either. Rows go to
-results/resharded_training.json, in the place of earlier ones of the same device, ranks and precision.
+results/resharded_training.json, in the place of earlier ones of the same devices, ranks and precision.
 """
 
 import json
@@ -137,7 +137,7 @@ def machine(ranks):
 def write(row):
     """Put a row in the place of an earlier one of its device, ranks and precision."""
     earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    kept = [old for old in earlier if any(old[key] != row[key] for key in ("device", "ranks", "precision"))]
+    kept = [old for old in earlier if any(old[key] != row[key] for key in ("device", "gpus", "ranks", "precision"))]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps([*kept, row], indent=1, ensure_ascii=False) + "\n")
 

@@ -207,7 +207,10 @@ def test_more_gpus_have_more_tokens_or_share_them() -> None:
 
 def test_resharding_replaces_its_own_row_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(resharded_training, "RESULTS", tmp_path / "rows.json")
-    rows = [{"device": "CPU", "ranks": ranks, "precision": "fp32", "allowed": new} for ranks, new in ((2, 0), (4, 1))]
+    rows = [
+        {"device": "CPU", "gpus": 0, "ranks": ranks, "precision": "fp32", "allowed": new}
+        for ranks, new in ((2, 0), (4, 1))
+    ]
     for row_made in [*rows, rows[0] | {"allowed": 2}]:
         resharded_training.write(row_made)
     assert json.loads((tmp_path / "rows.json").read_text()) == [rows[1], rows[0] | {"allowed": 2}]
