@@ -22,6 +22,7 @@ import tempfile
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -135,7 +136,7 @@ def machine(ranks):
 
 
 def write(row):
-    """Put a row in the place of an earlier one of its device, ranks and precision."""
+    """Put a row in the place of an earlier one of its devices, ranks and precision."""
     earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     kept = [old for old in earlier if any(old[key] != row[key] for key in ("device", "gpus", "ranks", "precision"))]
     RESULTS.parent.mkdir(exist_ok=True)
@@ -149,9 +150,10 @@ def main(words):
         raise ValueError(f"{ranks} ranks: there are layouts for {[*LAYOUTS]}")
     if on_gpu and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         raise ValueError("NVIDIA_TF32_OVERRIDE is not 0, so that fp32's products would be rounded to TF32: set it to 0")
-    rows = [machine(ranks) | compare(ranks, precision) for precision in (("fp32", "bf16") if on_gpu else ("fp32",))]
-    for row in rows:
-        write(row)
+    rows: list[dict[str, Any]] = []
+    for precision in ("fp32", "bf16") if on_gpu else ("fp32",):
+        rows.append(machine(ranks) | compare(ranks, precision))
+        write(rows[-1])
     return all(cell["of_allowed"] <= 1 for row in rows for cell in row["cells"])
 
 

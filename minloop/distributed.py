@@ -55,7 +55,7 @@ def init_distributed(
     Args:
         config: its parallel sizes decide the groups; the data parallel size is what remains of the world.
         seed: seed of weights and dropout; see `seed_ranks`. Data has a seed of its own.
-        backend: "nccl" or "gloo"; by default nccl on a GPU, gloo without.
+        backend: of the default group; by default nccl on a GPU, gloo without.
         timeout: how long a collective may wait for a rank, for the default group, mcore's and background saves: a rank
             that hangs ends the run after it. It must be longer than the slowest evaluation, save or start of one rank.
         data_parallel_random_init: seed every data parallel rank differently (`wrap_ddp` then broadcasts the weights).
@@ -64,7 +64,7 @@ def init_distributed(
     Raises:
         ValueError: the world size does not fit the layout, or the config contradicts itself.
         RuntimeError: half-set launch variables, a port in use, ranks that do not meet, two ranks on one GPU, groups of
-            another layout; on a GPU environment variables that `deterministic_mode` needs.
+            another layout; on GPUs gloo, or environment variables that `deterministic_mode` needs.
     """
     check_config(config)
     gc.collect()  # an earlier training state, all cycles, would keep its gloo groups, whose threads then spin
@@ -72,6 +72,7 @@ def init_distributed(
         undo.callback(cpu_backend().undo)
         if not dist.is_initialized():
             _init_default_group(backend, timeout, undo)
+        refuse_gloo_on_gpus()
         check_world_size(config, dist.get_world_size(), mcore_options.get("order", DEFAULT_ORDER))
         check_instances(config, dist.get_world_size(), mcore_options.get("num_distributed_optimizer_instances", 1))
         if config.deterministic_mode:
@@ -112,6 +113,15 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
     undo.callback(forget_fp8_scales)
     if on_gpu:
         _refuse_shared_gpu()
+
+
+def refuse_gloo_on_gpus() -> None:
+    """Raise RuntimeError where ranks with GPUs have a default group on gloo: they would end in segmentation faults."""
+    if torch.cuda.is_available() and dist.get_world_size() > 1 and "cuda:gloo" in dist.get_backend_config():
+        raise RuntimeError(
+            "the default group's backend is gloo, but these ranks have GPUs, and train by NCCL: let it be 'nccl' or "
+            "'cpu:gloo,cuda:nccl', or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
 
 
 def _refuse_shared_gpu() -> None:

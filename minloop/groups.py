@@ -24,7 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from minloop.alive import destroy, usable
 from minloop.checks import check_config
 from minloop.cpu import cpu_backend
-from minloop.distributed import DEFAULT_ORDER, check_world_size, created
+from minloop.distributed import DEFAULT_ORDER, check_world_size, created, refuse_gloo_on_gpus
 
 c10d: Any = dist.distributed_c10d  # of whose private parts `new_group` makes a group
 
@@ -67,13 +67,14 @@ def build_groups(
         timeout: how long a collective may wait for a rank.
         order: in which ranks are numbered, as in mcore.
     Raises:
-        RuntimeError: no default group; or not all `ranks` came within `timeout`.
+        RuntimeError: no default group, or on GPUs one on gloo; or not all `ranks` came within `timeout`.
         ValueError: the number of ranks does not fit the layout, this rank is not among them, another rank was given
             another layout or order of them, or something that reads mcore's globals.
     """
     check_config(config)
     if not dist.is_initialized():
         raise RuntimeError("build_groups needs a default group: init_distributed or the host makes it")
+    refuse_gloo_on_gpus()
     ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     _check(config, ranks, order)
     _compare(config, ranks, order)

@@ -1,8 +1,16 @@
 """Patterns of hybrid models: what they need of a config, and how they are divided over pipeline stages."""
 
+from importlib.util import find_spec
 from typing import Any
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+
+PACKAGES = {
+    "M": ("mamba_ssm", "mamba-ssm"),
+    "G": ("fla", "flash-linear-attention"),
+    "D": ("fast_hadamard_transform", "fast-hadamard-transform"),
+}
+"""The module and the package whose kernels mcore's layers of a kind call, but for local ones."""
 
 OTHER_WORDS: dict[str, Any] = {
     "num_layers_in_first_pipeline_stage": None,
@@ -54,6 +62,8 @@ def check_pattern(pattern: str, config: Any) -> None:
         _check_gated_delta_net(config)
     if "M" in kinds:
         _check_mamba(config)
+    if config.transformer_impl == "transformer_engine":
+        _check_packages(kinds)
     divide_pattern(pattern, config)
 
 
@@ -79,6 +89,17 @@ def _check_kinds(kinds: set[str], config: Any) -> None:
         raise ValueError("mcore's 'transformer_engine' spec of '+' layers ignores qk_layernorm=True: set it to False")
     if not with_te and getattr(config, "mla_down_proj_fusion", False):
         raise ValueError("mla_down_proj_fusion=True needs transformer_impl='transformer_engine': set it to False")
+
+
+def _check_packages(kinds: set[str]) -> None:
+    for kind in sorted(kinds & PACKAGES.keys()):
+        module, package = PACKAGES[kind]
+        if find_spec(module) is None:
+            instead = "" if kind == "D" else ", or set transformer_impl='local', which is plain torch"
+            raise ValueError(
+                f"hybrid_layer_pattern has {kind!r} layers, which with transformer_impl='transformer_engine' need the "
+                f"package {package}, which is not installed: pip install {package}{instead}"
+            )
 
 
 def _check_gated_delta_net(config: Any) -> None:

@@ -25,7 +25,7 @@ from minloop.groups import check_groups
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
 from minloop.layers.expert_products import join_experts
-from minloop.layers.installed import fuse_rope_where_it_fits, install_kernels, sort_tokens_once
+from minloop.layers.installed import adapt_experts, fuse_rope_where_it_fits, install_kernels
 from minloop.messages import without_log_lines
 from minloop.meta_device import cut_as_built
 from minloop.precision_checks import start_from_own_weights
@@ -166,7 +166,7 @@ def _complete(
     if config.gradient_accumulation_fusion:
         fuse_embedding_gradient(chunk, config)
     fuse_rope_where_it_fits(chunk, config)
-    sort_tokens_once(chunk)
+    adapt_experts(chunk, config)
     if config.mtp_num_layers and config.context_parallel_size > 1:
         count_tokens_of_all_ranks(chunk, groups.cp)
 

@@ -89,7 +89,8 @@ def run_ranks(
     """Call `function(*args, **kwargs)` on `world_size` ranks; return what it returned, in rank order.
 
     `function` is a function of a module (a rank imports it by name); arguments and results are what `torch.save` takes,
-    and tensors come back on the CPU. `init="gloo"` initialises a default group on that backend; else there is none.
+    and tensors come back on the CPU. `init="gloo"` initialises a default group on that backend, `init="any"` on one for
+    what trains here, NCCL for GPUs; else there is none.
     What ranks print is printed here when all have ended. No rank, nor any process that it started, is left behind.
 
     Raises:
@@ -116,6 +117,14 @@ def run_ranks(
 def init_gloo() -> None:
     """Initialise a bare default group on gloo from the environment, for tests of what lies below `init_distributed`."""
     torch.distributed.init_process_group("gloo")
+
+
+def _init_default_group(backend: str) -> None:
+    if backend == "any":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group(backend)
 
 
 def _start(number: int, folder: Path, job: bytes, environment: dict[str, str]) -> _Rank:
@@ -212,7 +221,7 @@ def _rank_main(pipe: Connection, folder: Path, job: bytes, environment: dict[str
     try:
         init, function, args, kwargs = torch.load(io.BytesIO(job), weights_only=False)
         if init:
-            torch.distributed.init_process_group(init)
+            _init_default_group(init)
         result = _dumps(function(*args, **kwargs))
         report = (True, time.monotonic(), result)
     except BaseException:  # SystemExit too: a rank that exits has not returned

@@ -70,6 +70,8 @@ def small_state(
     `fields` go to the `TransformerConfig`, `ddp`, `optimizer` and `scheduler` to their configs, `init` to
     `init_distributed`, and `gpt` to `build`, which makes the model.
     """
+    if ddp and ddp.keys() & {"use_megatron_fsdp", "reshard_after_forward"}:
+        fields = {"gradient_accumulation_fusion": False} | fields  # on GPUs it is on by default, and mostly refused
     config = config or small_config(**fields)
     ddp_config = minloop.build_ddp_config(config, **(ddp or {}))
     instances = ddp_config.num_distributed_optimizer_instances

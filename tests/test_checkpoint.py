@@ -67,7 +67,7 @@ def weight_bits(state: minloop.TrainState) -> list[str]:
     with minloop.gathered_parameters(state.chunks):
         models: list[Any] = [unwrap_model(chunk) for chunk in state.chunks]
         held = [x for model in models for x in [*model.parameters(), *model.buffers()]]
-        bits = [x.detach().reshape(-1).contiguous().view(torch.uint8).numpy() for x in held]
+        bits = [x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy() for x in held]
         return [hashlib.sha256(x).hexdigest() for x in bits]
 
 

@@ -463,7 +463,18 @@ def init_in_the_hosts_group() -> tuple[bool, int]:
 
 
 def test_a_hosts_default_group_is_used_and_survives() -> None:
-    assert run_ranks(2, init_in_the_hosts_group, init="gloo") == [(True, 2)] * 2
+    assert run_ranks(2, init_in_the_hosts_group, init="any") == [(True, 2)] * 2
+
+
+def init_in_a_group_that_gpus_cannot_use() -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        for make in (init, lambda fields: minloop.build_groups(small_config(**fields))):
+            with pytest.raises(RuntimeError, match="default group's backend is gloo, but these ranks have GPUs"):
+                make({"tensor_model_parallel_size": 2})
+
+
+def test_gloo_is_refused_on_gpus() -> None:
+    run_ranks(2, init_in_a_group_that_gpus_cannot_use, init="gloo")
 
 
 def second_layout() -> None:

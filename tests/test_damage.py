@@ -22,7 +22,7 @@ from ranks import run_ranks
 from small import small_state, text_loader
 
 import minloop
-from minloop.checkpoint.extra_state import letting_checked_states_in
+from minloop.checkpoint.extra_state import check_extra_states, letting_checked_states_in
 from minloop.checkpoint.reading import read_checkpoint
 
 LAYOUT: dict[str, Any] = {"num_layers": 2, "tensor_model_parallel_size": 2}
@@ -308,6 +308,15 @@ def test_nothing_in_a_folder_is_executed(saved: Path, tmp_path: Path) -> None:
             minloop.describe_checkpoint(path)
         assert minloop.verify_checkpoint(path)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["mlp.linear_fc1._extra_state", "mlp.experts.linear_fc1._extra_state12"])
+def test_extra_states_of_all_names_are_checked(saved: Path, tmp_path: Path, name: str) -> None:
+    content = pickle.dumps(Evil(str(tmp_path / "executed")))
+    state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    with pytest.raises(minloop.CheckpointError, match=r"is refused .*posix.mkdir"):
+        check_extra_states(read_checkpoint(saved / "iter_0000002"), {name: state})
+    assert not (tmp_path / "executed").exists()
 
 
 def test_checked_extra_states_pass_transformer_engines_gate(monkeypatch: pytest.MonkeyPatch) -> None:

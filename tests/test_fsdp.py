@@ -27,8 +27,6 @@ EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "expert_model_parallel_size": 2
 EP2: dict[str, Any] = MOE | {"expert_model_parallel_size": 2}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, **SP}
 
-GPU_MODEL: dict[str, Any] = WIDE | {"gradient_accumulation_fusion": False}
-
 ON_TWO: dict[str, tuple[dict[str, Any], int]] = {
     "no_shard": (megatron("no_shard"), 2),
     "optim": (megatron("optim"), 1),
@@ -345,7 +343,7 @@ def test_torch_fsdp_reduces_in_fp32_unless_told_otherwise() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ddp", [megatron(), TORCH], ids=["Megatron FSDP", "FSDP2"])
 def test_on_gpus(ddp: dict[str, Any]) -> None:
-    reference, found = (run_ranks(2, observe, ddp=kind, **GPU_MODEL)[0] for kind in ({}, ddp))
+    reference, found = (run_ranks(2, observe, ddp=kind, **WIDE)[0] for kind in ({}, ddp))
     assert differences(found, reference)["history"] < 1e-4
     assert found["history"][-1, 0] < found["history"][0, 0]
 
@@ -353,7 +351,7 @@ def test_on_gpus(ddp: dict[str, Any]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ddp", [megatron(), TORCH], ids=["Megatron FSDP", "FSDP2"])
 def test_layers_built_in_parts_on_gpus(ddp: dict[str, Any]) -> None:
-    model: dict[str, Any] = GPU_MODEL | {"bf16": True}
+    model: dict[str, Any] = WIDE | {"bf16": True}
     thin, whole = run_ranks(2, thin_and_whole, ddp=ddp, **model)[0]
     assert [loss for loss, _ in thin] == pytest.approx([loss for loss, _ in whole], rel=1e-4)
     assert thin[-1] != thin[0]

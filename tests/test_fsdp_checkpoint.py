@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import minloop
 from minloop.architecture import unwrapped
 from minloop.checkpoint import reading, save
+from minloop.checkpoint.fully_sharded_state import put_the_rest
 from minloop.optimizer import inner_optimizers
 
 GATED: dict[str, Any] = {"gated_linear_unit": True}
@@ -194,6 +195,33 @@ def test_the_formats_own_readers_read_it(tmp_path: Path, ddp: dict[str, Any]) ->
     assert minloop.describe_checkpoint(tmp_path).format == ("torch_dcp" if ddp is TORCH else "fsdp_dtensor")
 
 
+class LikeTransformerEngines(torch.nn.Linear):
+    """A layer with extra state of two experts, which a checkpoint holds under a key for each."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.states: list[Any] = []
+        self.register_load_state_dict_pre_hook(self.merge)
+
+    def merge(self, _: Any, states: dict[str, Any], prefix: str, *__: Any) -> None:
+        states[f"{prefix}_extra_state"] = [states.pop(f"{prefix}_extra_state"), states.pop(f"{prefix}_extra_state1")]
+
+    def set_extra_state(self, state: Any) -> None:
+        self.states = state
+
+
+def test_extra_states_of_experts_are_put_together() -> None:
+    layer, buffer = LikeTransformerEngines(), torch.nn.BatchNorm1d(1)
+    weight = layer.weight.detach().clone()
+    first, second, mean = torch.ones(1), torch.ones(2), torch.ones(1)
+    loaded = {"0._extra_state": first, "0._extra_state1": second, "1.running_mean": mean}
+    put_the_rest(torch.nn.Sequential(layer, buffer), loaded)
+    assert [state is own for state, own in zip(layer.states, (first, second), strict=True)] == [True, True]
+    assert torch.equal(layer.weight, weight)
+    assert buffer.running_mean is not None
+    assert torch.equal(buffer.running_mean, mean)
+
+
 def be_killed(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -218,7 +246,7 @@ def load_weights_alone(directory: str) -> list[str]:
         for name, tensor in exported.items()
         for number, part in enumerate(tensor if ".layers." in name else [tensor])
     }
-    return [name for name in loaded if not any(torch.equal(loaded[name], part) for part in parts.values())]
+    return [name for name in loaded if not any(torch.equal(loaded[name].cpu(), part) for part in parts.values())]
 
 
 def test_a_save_that_is_killed_leaves_the_former(tmp_path: Path) -> None:

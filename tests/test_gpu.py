@@ -100,7 +100,6 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINIS
 """Without them one run in several dozen differed from another in the last bits of a loss."""
 GATED: dict[str, Any] = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
 """Of which Transformer Engine has the activation as a module."""
-FSDP: dict[str, Any] = {"bf16": True, "gradient_accumulation_fusion": False}
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,8 @@ FSDP: dict[str, Any] = {"bf16": True, "gradient_accumulation_fusion": False}
         {"ddp": SHARDED, "bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True, "hidden_dropout": 0.1, **GATED},
         {"pipeline_model_parallel_size": 2, "fp16": True},
-        {"ddp": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}, **FSDP},
-        {"ddp": {"reshard_after_forward": True}, **FSDP},
+        {"ddp": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}, "bf16": True},
+        {"ddp": {"reshard_after_forward": True}, "bf16": True},
     ],
     ids=["DP2 ZeRO-1 bf16, dropout", "TP2+SP bf16, dropout, SwiGLU", "PP2 fp16", "Megatron FSDP", "FSDP2"],
 )

@@ -174,7 +174,7 @@ def through_some_ranks(source: Path, target: Path) -> None:
 
 
 def test_some_ranks_load_and_save_alone(theirs: Path, tmp_path: Path) -> None:
-    run_ranks(3, through_some_ranks, theirs / "Llama", tmp_path / "saved", init="gloo")
+    run_ranks(3, through_some_ranks, theirs / "Llama", tmp_path / "saved", init="any")
     saved, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "saved", theirs / "Llama"))
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[key], original[key]) for key in saved)

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from small import SEQUENCE_LENGTH, VOCAB_SIZE, small_config, text_loader, train
 
 import minloop
+from minloop import hybrid_pattern
 from minloop.hybrid_pattern import check_pattern, divide_pattern
 from minloop.layers.mamba import scan
 
@@ -214,6 +215,16 @@ def test_what_does_not_fit_is_refused_by_name(pattern: str, fields: dict[str, An
     config_class = minloop.MLATransformerConfig if "multi_latent_attention" in fields else minloop.TransformerConfig
     config = small_config(config_class, **({"is_hybrid_model": True} | fields))
     with pytest.raises(ValueError, match=named):
+        check_pattern(pattern, config)
+
+
+@pytest.mark.parametrize(("pattern", "package"), [("M-M-", "mamba-ssm"), ("G-G-", "flash-linear-attention")])
+def test_kernels_that_are_not_installed_are_named(pattern: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = MAMBA if pattern == "M-M-" else GATED_DELTA_NET
+    config = small_config(is_hybrid_model=True, **fields)
+    config.transformer_impl = "transformer_engine"
+    monkeypatch.setattr(hybrid_pattern, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=f"pip install {package}, or set transformer_impl='local'"):
         check_pattern(pattern, config)
 
 

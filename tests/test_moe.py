@@ -1,5 +1,6 @@
 """Experts: each router trains the same model in all layouts it can; losses and loads are reported; any mask counts."""
 
+import itertools
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
-from small import SEQUENCE_LENGTH, Text, small_config, small_state, text_loader
+from megatron.core.transformer.moe.experts import SequentialMLP
+from ranks import RankError, run_ranks
+from small import SEQUENCE_LENGTH, Text, shared_state, small_config, small_state, text_loader, train
 
 import minloop
+from minloop.layers.installed import let_experts_have_biases
 from minloop.moe import other_training
 
 EXPERTS: dict[str, Any] = {
@@ -35,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2×EP2": (4, EP2 | {"pipeline_model_parallel_size": 2}),
 }
 TOLERANCE = 1e-5
+PLACES = ["anywhere", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 class Weighted(Text):
@@ -161,8 +165,8 @@ def test_losses_carry_megatrons_names() -> None:
     kinds = ["aux_loss", "seq_aux_loss", "global_aux_loss"]
     names = ["lm loss", "load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss"]
     options = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": [0.01] * 3, "moe_z_loss_coeff": 1e-3}
-    for train, evaluation in run_ranks(1, names_of_losses, options | {"mtp_num_layers": 1}):
-        assert train == [*names, "z_loss", "mtp_1 loss"]
+    for training, evaluation in run_ranks(1, names_of_losses, options | {"mtp_num_layers": 1}):
+        assert training == [*names, "z_loss", "mtp_1 loss"]
         assert evaluation == ["lm loss"]
 
 
@@ -273,6 +277,67 @@ def test_any_loss_mask_counts_exactly(tmp_path: Path, per_token: bool) -> None:
     if per_token:
         (in_one,) = run_ranks(1, run, str(tmp_path), options, 4, 8, weighted=True)
         assert worst(in_one, reference) < 2e-6
+
+
+def starved(directory: str, fields: dict[str, Any], *, first: bool = False) -> list[float]:
+    """Losses of steps in which routers choose the first two experts alone, whatever comes."""
+    biased: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    options: dict[str, Any] = EXPERTS | biased | fields
+    state = shared_state(directory, first, **options)
+    for name, buffer in state.chunks[0].named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+    losses = [loss for loss, _ in train(state, text_loader(state), 3)]
+    minloop.shutdown_distributed()
+    return losses
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_ranks_experts_may_have_no_token(tmp_path: Path, place: str, dispatcher: str) -> None:
+    options: dict[str, Any] = {"moe_token_dispatcher_type": dispatcher, "bf16": place == "gpu"}
+    (alone,) = run_ranks(1, starved, str(tmp_path), options, first=True)
+    both = run_ranks(2, starved, str(tmp_path), options | EP2)
+    assert alone[-1] < alone[0]
+    for losses in both:
+        assert losses == pytest.approx(alone, rel=1e-2 if place == "gpu" else 1e-5)
+
+
+class View(torch.autograd.Function):
+    """What it returns is a view, as of Transformer Engine's linear layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone().view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def biased_losses(copied: bool | None) -> list[float]:
+    """Losses of steps with experts with biases, whose products are views unless `copied` is None."""
+    options: dict[str, Any] = EXPERTS | {"add_bias_linear": True}
+    state = small_state(**options)
+    if copied is not None:
+        layers: Any = (m.local_experts for m in state.chunks[0].modules() if isinstance(m, SequentialMLP))
+        for expert in itertools.chain.from_iterable(layers):
+            expert.linear_fc2.register_forward_hook(lambda _, __, pair: (View.apply(pair[0]), pair[1]))
+        if copied:
+            let_experts_have_biases(state.chunks[0])
+    losses = [loss for loss, _ in train(state, text_loader(state), 3)]
+    minloop.shutdown_distributed()
+    return losses
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_experts_may_have_biases(place: str) -> None:
+    ((first, *_, last),) = plain = run_ranks(1, biased_losses, None)
+    assert last < first
+    if place == "anywhere":
+        assert run_ranks(1, biased_losses, True) == plain
+        with pytest.raises(RankError, match="is a view and is being modified inplace"):
+            run_ranks(1, biased_losses, False)
 
 
 def biases(directory: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,8 @@ def squared_loss(data: Iterator[minloop.Batch], model: torch.nn.Module) -> Any:
     output, _ = minloop.gpt_forward_step(data, model)
 
     def loss(output: torch.Tensor) -> Any:
-        total, count = output.float().square().sum(), torch.tensor(float(output.numel()))
+        total = output.float().square().sum()
+        count = torch.full_like(total, output.numel())
         return total, count, {"squared": torch.stack([total.detach(), count])}
 
     return output, loss
@@ -38,7 +39,11 @@ def _trained(
             metrics = minloop.train_step(state, loader, num_microbatches=4, forward_step=forward_step)
         else:
             batches = [next(loader) for _ in range(sum(calls))]
-            tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum(dtype=torch.float64)
+            tokens = (
+                torch.stack([batch["loss_mask"].sum() for batch in batches])
+                .sum(dtype=torch.float64)
+                .to(torch.cuda.current_device())
+            )
             torch.distributed.all_reduce(tokens, group=state.groups.dp)
             minloop.begin_step(state, num_tokens=tokens if known else None)
             for call in calls:

@@ -367,7 +367,7 @@ def two_losses(data: Any, model: Any) -> Any:
 
     def both(output: torch.Tensor) -> Any:
         total, tokens, report = loss(output)
-        return total, tokens, report | {"double": report["lm loss"] * torch.tensor([2.0, 1.0])}
+        return total, tokens, report | {"double": report["lm loss"] * report["lm loss"].new_tensor([2.0, 1.0])}
 
     return output, both
 

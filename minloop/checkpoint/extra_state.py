@@ -3,6 +3,7 @@
 import contextlib
 import io
 import pickle
+import re
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -16,10 +17,15 @@ from megatron.core.safe_globals import SafeUnpickler
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain
 
 EXTRA_STATE = "_extra_state"
-"""Ends the keys of it. Not all layers have some."""
+"""Ends the keys of it, of grouped layers with the expert's number after it. Not all layers have some."""
 
 _GATE = "should_load_extra_state_pickle"
 _GUARDED = ("transformer_engine.pytorch.module.base", "transformer_engine.pytorch.ops.op")
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a key of a model's state dict is that of a layer's extra state."""
+    return re.search(rf"{EXTRA_STATE}\d*$", name) is not None
 
 
 def tell_copies_apart(content: dict[str, Any], groups: ProcessGroupCollection) -> None:
@@ -38,7 +44,7 @@ def tell_copies_apart(content: dict[str, Any], groups: ProcessGroupCollection) -
 def check_extra_states(saved: SavedCheckpoint, content: dict[str, Any]) -> None:
     """Refuse layers' extra state that is more than plain data, with a CheckpointError; nothing of it is executed."""
     for name, value in content.items():
-        if not name.endswith(EXTRA_STATE):
+        if not is_extra_state(name):
             continue
         if isinstance(value, io.BytesIO):
             load_plain(value, saved.path / name)

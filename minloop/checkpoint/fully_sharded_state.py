@@ -16,7 +16,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 from minloop.architecture import unwrapped
 from minloop.checkpoint.agreement import agreed
-from minloop.checkpoint.extra_state import EXTRA_STATE, letting_checked_states_in
+from minloop.checkpoint.extra_state import EXTRA_STATE, is_extra_state, letting_checked_states_in
 from minloop.checkpoint.flat_ranges import blocks
 from minloop.checkpoint.full_names import FSDP_DTENSOR, OPTIMIZER_STATE, TORCH_DCP, FileNames, Place
 from minloop.checkpoint.optimizer_state import MASTER_WEIGHT_PREFIX, saved_progress
@@ -179,7 +179,7 @@ def take_over(state: TrainState, loaded: dict[str, Any]) -> None:
             if (main := getattr(parameter, "main_param", None)) is not None:
                 flat(parameter).copy_(flat(main))
     with agreed(), letting_checked_states_in():
-        _put_the_rest(unwrapped(chunk), loaded["model"])
+        put_the_rest(unwrapped(chunk), loaded["model"])
 
 
 def set_step(state: TrainState, saved_optimizer: Any) -> None:
@@ -194,11 +194,15 @@ def set_step(state: TrainState, saved_optimizer: Any) -> None:
                 group["step"] = int(step)
 
 
-def _put_the_rest(model: torch.nn.Module, loaded: dict[str, Any]) -> None:
+def put_the_rest(model: torch.nn.Module, loaded: dict[str, Any]) -> None:
     """Buffers, and what layers save beside weights."""
     buffers = dict(model.named_buffers())
+    extra: dict[str, dict[str, Any]] = {}
     for name, value in loaded.items():
-        if name.endswith(EXTRA_STATE):
-            model.get_submodule(name.removesuffix(EXTRA_STATE).rstrip(".")).set_extra_state(value)
+        if is_extra_state(name):
+            layer, _, number = name.rpartition(EXTRA_STATE)
+            extra.setdefault(layer.rstrip("."), {})[EXTRA_STATE + number] = value
         elif isinstance(value, torch.Tensor):
             buffers[name].copy_(value)
+    for layer, states in extra.items():  # a grouped layer makes one of those of its experts as it loads them
+        model.get_submodule(layer).load_state_dict(states, strict=False)

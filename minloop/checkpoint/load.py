@@ -10,7 +10,7 @@ import torch
 from minloop.checkpoint import content, fully_sharded_state, megatron_lm
 from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.directory import open_checkpoint
-from minloop.checkpoint.extra_state import EXTRA_STATE, letting_checked_states_in
+from minloop.checkpoint.extra_state import is_extra_state, letting_checked_states_in
 from minloop.checkpoint.fully_sharded_state import is_fully_sharded
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, adapt_template, adapt_weights, load_optimizer
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
@@ -115,7 +115,7 @@ def put_into_models(state: TrainState, loaded: dict[str, Any]) -> None:
     with agreed(), letting_checked_states_in():
         for key, model in zip(content.model_keys(state), content.unwrapped_models(state), strict=True):
             missing, unexpected = model.load_state_dict(loaded[key], strict=False)
-            wrong = [name for name in [*missing, *unexpected] if not name.endswith(EXTRA_STATE)]
+            wrong = [name for name in [*missing, *unexpected] if not is_extra_state(name)]
             if wrong:
                 raise ValueError(f"the checkpoint's weights do not match the model at: {', '.join(wrong[:5])}")
 

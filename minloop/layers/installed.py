@@ -1,11 +1,13 @@
 """The kernels that mcore and Transformer Engine look up by name as they run, put in their places."""
 
+import copy
 from importlib import import_module
 from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from torch.nn import Module
 
 from minloop.layers.flash_window import mend_flash_attention
@@ -47,6 +49,14 @@ def _rotate_fused(attention: Any, *_: Any) -> None:
     attention.config.fused_single_qkv_rope = True
 
 
+def adapt_experts(chunk: Module, config: TransformerConfig) -> None:
+    """Let mcore's experts do without a sort of tokens, and Transformer Engine's also with biases and without tokens."""
+    sort_tokens_once(chunk)
+    if config.transformer_impl == "transformer_engine":
+        let_experts_have_no_token(chunk)
+        let_experts_have_biases(chunk)
+
+
 def sort_tokens_once(chunk: Module) -> None:
     """Where one rank has all experts, whole, leave out mcore's sort by rank and expert of tokens sorted by expert."""
     for module in chunk.modules():
@@ -55,3 +65,33 @@ def sort_tokens_once(chunk: Module) -> None:
             continue
         if dispatcher.ep_size == dispatcher.tp_size == 1:
             dispatcher.num_local_experts = 1  # which there decides over that sort alone
+
+
+def let_experts_have_no_token(chunk: Module) -> None:
+    """Where a rank has some of the experts, let the all-gather dispatcher sort tokens without the fused kernel.
+
+    There may be none for those experts, and Transformer Engine's kernel wants one (its permutation.py,
+    `moe_permute_mask_map_forward`). The all-to-all dispatcher sorts them before they are sent.
+    """
+    for module in chunk.modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and dispatcher.ep_size > 1:
+            dispatcher.config = copy.copy(dispatcher.config)
+            dispatcher.config.moe_permute_fusion = False
+
+
+def let_experts_have_biases(chunk: Module) -> None:
+    """Let what mcore adds an expert's bias to, in place, be a copy: of Transformer Engine's it would be a view.
+
+    That is how its linear layers return products, and autograd refuses to change such a view (mcore's mlp.py:354).
+    """
+    for module in chunk.modules():
+        if isinstance(module, SequentialMLP):
+            experts: Any = module.local_experts
+            for expert in experts:
+                expert.linear_fc2.register_forward_hook(_copied)
+
+
+def _copied(_: Any, __: Any, outputs: tuple[Any, Any]) -> tuple[Any, Any]:
+    product, bias = outputs
+    return (product if bias is None else product.clone()), bias
