@@ -20,6 +20,7 @@ from benchmarks import (
     fsdp,
     largest_model,
     memory,
+    moe,
     precision,
     resharded_training,
     scaling,
@@ -134,6 +135,14 @@ def test_a_case_is_a_run_of_its_own() -> None:
     assert (run.shape.sequence_length, run.options["context_parallel_size"]) == (131_072, "2")
     with pytest.raises(ValueError, match="no such case: zero4"):
         cases.read_cases(["zero4"], fsdp.CASES, fsdp.DEFAULTS)
+
+
+def test_what_cases_say_are_fields_of_mcore() -> None:
+    for module in (context_parallel, fsdp, memory, moe):
+        for name, fields in module.CASES.items():
+            run = cases.one_run(cases.read_cases([name], module.CASES, moe.DEFAULTS).run, fields)
+            for field, text in run.options.items():
+                assert throughput.read(field, text) == fields[field], (name, field)
 
 
 def printed_losses(text: str) -> list[list[float]]:
