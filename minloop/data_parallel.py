@@ -23,6 +23,7 @@ from minloop.checks import HOOKS, check_ddp_config
 from minloop.cuda_graph import on_capture_stream
 from minloop.fsdp_checks import check_not_fsdp
 from minloop.fully_sharded import FullySharded, keep_weights, local_gradients, unsharded
+from minloop.layers.expert_products import spare_gradients
 from minloop.messages import without_log_lines
 from minloop.wrapping_checks import check_gradients, check_wrapping
 
@@ -67,6 +68,8 @@ def wrap_ddp(
                 disable_bucketing=index > 0,
                 pg_collection=groups,
             )
+        if not ddp_config.overlap_grad_reduce:
+            spare_gradients(chunk)
         if not config.fp8_param:  # a collective knows plain tensors only; ZeRO-1 gathers these from the first step on
             ddp.broadcast_params()
         wrapped.append(ddp)

@@ -16,7 +16,14 @@ from small import WIDE, small_config, small_state, text_loader, train
 import minloop
 from minloop.checkpoint.optimizer_state import mended_distributed_optimizers
 from minloop.layers import expert_products
-from minloop.layers.expert_products import add_weight_gradients, are_joined, as_one, join_weights, joins_experts
+from minloop.layers.expert_products import (
+    add_weight_gradients,
+    are_joined,
+    as_one,
+    join_weights,
+    joins_experts,
+    spare_gradients,
+)
 
 EXPERTS, IN, OUT = 4, 16, 24
 SPLITS = ([3, 0, 9, 4], [0, 0, 0, 5], [7, 1, 0, 0])
@@ -46,11 +53,14 @@ def with_main_grads(layer: Any, dtype: torch.dtype) -> torch.Tensor:
     return sums
 
 
+@pytest.mark.parametrize("spared", [False, True], ids=["all gradients", "one"])
 @pytest.mark.parametrize("main_grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_equal_to_expert_after_expert(splits: list[int], main_grad_dtype: torch.dtype) -> None:
+def test_equal_to_expert_after_expert(splits: list[int], main_grad_dtype: torch.dtype, spared: bool) -> None:
     layer, reference = OneByOne(), OneByOne()
     join_weights(layer)
+    if spared:
+        spare_gradients(layer)
     sums = with_main_grads(layer, main_grad_dtype)
     x = torch.randn(sum(splits), IN, dtype=torch.bfloat16, requires_grad=True)
     same = x.detach().clone().requires_grad_()
@@ -67,7 +77,9 @@ def test_equal_to_expert_after_expert(splits: list[int], main_grad_dtype: torch.
     for index, found in enumerate(sums):
         weight = getattr(layer, f"weight{index}")
         assert weight.grad_added_to_main_grad
-        assert weight.grad.shape == weight.shape
+        assert (None if weight.grad is None else weight.grad.shape) == (
+            None if spared and index < EXPERTS - 1 else weight.shape
+        )
         wanted = getattr(reference, f"weight{index}").grad
         assert torch.allclose(found.float() - 1, torch.zeros(()) if wanted is None else wanted.float(), atol=0.1)
 
@@ -208,6 +220,36 @@ def test_gradients_on_a_gpu(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 MIXTURE: dict[str, Any] = LLAMA | MOE | WIDE | {"bf16": True, "lr": 1e-3}
+
+
+def ready(overlap: bool) -> tuple[list[bool], bool]:
+    """Whether each expert's weight is waited for by a layer in minloop's DDP, and DDP sums what the layer adds."""
+    config = small_config(bf16=True)
+    groups = minloop.init_distributed(config, seed=1)
+    layer: Any = OneByOne()
+    layer.config = config
+    join_weights(layer)
+    ddp_config = minloop.build_ddp_config(config, overlap_grad_reduce=overlap)
+    with mock.patch("minloop.data_parallel.check_wrapping"):
+        (wrapped,) = minloop.wrap_ddp([layer], ddp_config, groups)
+    seen: list[Any] = []
+    weights = [getattr(layer, f"weight{index}") for index in range(EXPERTS)]
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(seen.append)
+    x = torch.ones(8, IN, dtype=torch.bfloat16) * (1 + groups.dp.rank())
+    wrapped.zero_grad_buffer()
+    layer(x, [2] * EXPERTS)[0].sum().backward()
+    wrapped.finish_grad_sync()
+    summed = all((weight.main_grad == 2 * (1 + 2)).all().item() for weight in weights)
+    minloop.shutdown_distributed()
+    return [any(weight is each for each in seen) for weight in weights], summed
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["after the backward pass", "overlapped"])
+def test_ddp_sums_gradients_that_it_does_not_wait_for(overlap: bool) -> None:
+    for waited_for, summed in run_ranks(2, ready, overlap):
+        assert waited_for == [overlap] * (EXPERTS - 1) + [True]
+        assert summed
 
 
 def trained(directory: str, joined: bool, ddp: dict[str, Any]) -> tuple[bool, list[float]]:

@@ -61,6 +61,16 @@ def join_weights(layer: Any) -> None:
     layer.forward = ExpertProducts(layer, names)
 
 
+def spare_gradients(chunk: torch.nn.Module) -> None:
+    """For DDP that reduces gradients after the backward pass: of each joined layer autograd knows one weight only.
+
+    Handing on a gradient for each of a hundred experts, which nothing reads, takes longer than their product.
+    """
+    for layer in chunk.modules():
+        if isinstance(products := vars(layer).get("forward"), ExpertProducts):
+            products.waited_for = slice(-1, None)
+
+
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return a view of tensors of one shape that lie one after the other, [tensors, …], or None if they do not."""
     first = tensors[0]
@@ -98,11 +108,16 @@ def add_weight_gradients(
 
 
 class ExpertProducts:
-    """The forward pass of one grouped layer: tokens sorted by expert, [tokens, in], to ([tokens, out], None)."""
+    """The forward pass of one grouped layer: tokens sorted by expert, [tokens, in], to ([tokens, out], None).
+
+    Attributes:
+        waited_for: the weights whose hooks are to be called in backward passes: by default of all, by which DDP learns
+            that a bucket is complete.
+    """
 
     def __init__(self, layer: Any, names: Sequence[str]):
         self.layer, self.names = layer, names
-        self.one_by_one = layer.forward
+        self.one_by_one, self.waited_for = layer.forward, slice(None)
 
     def __call__(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`m_splits` are the numbers of tokens of each expert."""
@@ -120,7 +135,8 @@ class ExpertProducts:
             )
             return self.one_by_one(x, m_splits)
         on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=x.device.type == "cuda")
-        return _Product.apply(x, on_host.to(x.device, non_blocking=True), whole, main_grad, *weights), None
+        ends_there = on_host.to(x.device, non_blocking=True)
+        return _Product.apply(x, ends_there, whole, main_grad, weights, *weights[self.waited_for]), None
 
 
 def _main_grad(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -140,10 +156,11 @@ class _Product(torch.autograd.Function):
         ends: torch.Tensor,
         whole: torch.Tensor,
         main_grad: torch.Tensor | None,
-        *weights: torch.nn.Parameter,
+        weights: list[torch.nn.Parameter],
+        *waited_for: torch.nn.Parameter,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, ends)
-        ctx.whole, ctx.main_grad, ctx.weights = whole, main_grad, weights
+        ctx.whole, ctx.main_grad, ctx.weights, ctx.waited_for = whole, main_grad, weights, len(waited_for)
         return F.grouped_mm(x, whole.transpose(1, 2), offs=ends)
 
     @staticmethod
@@ -152,10 +169,11 @@ class _Product(torch.autograd.Function):
         grad_output, weights = grad_outputs[0].contiguous(), ctx.weights
         grad_input = F.grouped_mm(grad_output, ctx.whole, offs=ends) if ctx.needs_input_grad[0] else None
         if ctx.main_grad is None:
-            return grad_input, None, None, None, *(None for _ in weights)
+            return grad_input, None, None, None, None, *(None for _ in range(ctx.waited_for))
         add_weight_gradients(x, grad_output, ends, ctx.main_grad)
         if not getattr(weights[-1], "grad_added_to_main_grad", False):
             for weight in weights:
                 weight.grad_added_to_main_grad = True
         stand_in = torch.empty_like(weights[0])  # DDP's hooks wait for a gradient, and do not read this one
-        return grad_input, None, None, None, *map(torch.Tensor.detach, itertools.repeat(stand_in, len(weights)))
+        stand_ins = map(torch.Tensor.detach, itertools.repeat(stand_in, ctx.waited_for))
+        return grad_input, None, None, None, None, *stand_ins
