@@ -68,8 +68,7 @@ def wrap_ddp(
                 disable_bucketing=index > 0,
                 pg_collection=groups,
             )
-        if not ddp_config.overlap_grad_reduce:
-            spare_gradients(chunk)
+        spare_gradients(ddp)
         if not config.fp8_param:  # a collective knows plain tensors only; ZeRO-1 gathers these from the first step on
             ddp.broadcast_params()
         wrapped.append(ddp)

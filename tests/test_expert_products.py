@@ -57,9 +57,11 @@ def with_main_grads(layer: Any, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("main_grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_equal_to_expert_after_expert(splits: list[int], main_grad_dtype: torch.dtype, spared: bool) -> None:
-    layer, reference = OneByOne(), OneByOne()
+    layer: Any = OneByOne()
+    reference = OneByOne()
     join_weights(layer)
     if spared:
+        layer.ddp_config = SimpleNamespace(overlap_grad_reduce=False)
         spare_gradients(layer)
     sums = with_main_grads(layer, main_grad_dtype)
     x = torch.randn(sum(splits), IN, dtype=torch.bfloat16, requires_grad=True)
@@ -222,8 +224,10 @@ def test_gradients_on_a_gpu(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 MIXTURE: dict[str, Any] = LLAMA | MOE | WIDE | {"bf16": True, "lr": 1e-3}
 
 
-def ready(overlap: bool) -> tuple[list[bool], bool]:
-    """Whether each expert's weight is waited for by a layer in minloop's DDP, and DDP sums what the layer adds."""
+def ready(overlap: bool) -> tuple[list[bool], list[bool], bool]:
+    """Which experts' weights autograd waits for in minloop's DDP; whether DDP reduces in the last of three backward
+    passes, of which one is of experts one after another; and whether it sums what the layers add.
+    """
     config = small_config(bf16=True)
     groups = minloop.init_distributed(config, seed=1)
     layer: Any = OneByOne()
@@ -237,24 +241,33 @@ def ready(overlap: bool) -> tuple[list[bool], bool]:
     for weight in weights:
         weight.register_post_accumulate_grad_hook(seen.append)
     x = torch.ones(8, IN, dtype=torch.bfloat16) * (1 + groups.dp.rank())
-    wrapped.zero_grad_buffer()
-    layer(x, [2] * EXPERTS)[0].sum().backward()
-    wrapped.finish_grad_sync()
-    summed = all((weight.main_grad == 2 * (1 + 2)).all().item() for weight in weights)
+    begun: list[bool] = []
+    waited_for: list[bool] = []
+    for joined in (True, True, False, True):  # DDP learns in the first what it is to wait for
+        wrapped.zero_grad_buffer()
+        taken = x if joined else x.t().contiguous().t()
+        with wrapped.no_sync():
+            layer(taken, [2] * EXPERTS)[0].sum().backward()
+        waited_for = waited_for or [any(weight is each for each in seen) for weight in weights]
+        layer(taken, [2] * EXPERTS)[0].sum().backward()
+        begun.append(all(group.grad_reduce_handle is not None for group in wrapped.bucket_groups))
+        wrapped.finish_grad_sync()
+        assert all((weight.main_grad == 2 * 2 * (1 + 2)).all().item() for weight in weights)
     minloop.shutdown_distributed()
-    return [any(weight is each for each in seen) for weight in weights], summed
+    return waited_for, begun, layer.calls == 2
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["after the backward pass", "overlapped"])
 def test_ddp_sums_gradients_that_it_does_not_wait_for(overlap: bool) -> None:
-    for waited_for, summed in run_ranks(2, ready, overlap):
-        assert waited_for == [overlap] * (EXPERTS - 1) + [True]
-        assert summed
+    for waited_for, begun, one_by_one in run_ranks(2, ready, overlap):
+        assert waited_for == [False] * (EXPERTS - 1) + [True]
+        assert begun == [False, overlap, overlap, overlap]
+        assert one_by_one
 
 
-def trained(directory: str, joined: bool, ddp: dict[str, Any]) -> tuple[bool, list[float]]:
+def trained(directory: str, joined: bool, options: dict[str, Any]) -> tuple[bool, list[float]]:
     with mock.patch("minloop.model.join_experts", expert_products.join_experts if joined else lambda *_: None):
-        state = small_state(ddp=ddp, **MIXTURE)
+        state = small_state(**(MIXTURE | options))
     found = are_joined(state.chunks[0])
     one_by_one = mock.Mock(side_effect=AssertionError("these experts do not lie together"))
     for layer in state.chunks[0].modules():
@@ -272,12 +285,21 @@ def trained(directory: str, joined: bool, ddp: dict[str, Any]) -> tuple[bool, li
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ddp", [{}, {"use_distributed_optimizer": True}], ids=["DDP", "ZeRO-1"])
-def test_trains_like_transformer_engines(ddp: dict[str, Any], tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (1, {"ddp": {"use_distributed_optimizer": True}}),
+        (2, {"ddp": {"use_distributed_optimizer": True}}),
+        (2, {"expert_model_parallel_size": 2}),
+    ],
+    ids=["DDP", "ZeRO-1", "DP2 ZeRO-1", "EP2"],
+)
+def test_trains_like_transformer_engines(ranks: int, options: dict[str, Any], tmp_path: Any) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    ((joined, losses),) = run_ranks(1, trained, str(tmp_path), True, ddp)
-    ((apart, usual),) = run_ranks(1, trained, str(tmp_path), False, ddp)
+    joined, losses = run_ranks(ranks, trained, str(tmp_path), True, options)[0]
+    apart, usual = run_ranks(ranks, trained, str(tmp_path), False, options)[0]
     assert (joined, apart) == (HAVE_TE, False)
     assert losses == pytest.approx(usual, rel=3e-3)
     assert losses[-1] < losses[0]

@@ -7,7 +7,9 @@ mcore's buffers keep them, and whatever does not lie so is multiplied as before.
 """
 
 import itertools
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -61,14 +63,35 @@ def join_weights(layer: Any) -> None:
     layer.forward = ExpertProducts(layer, names)
 
 
-def spare_gradients(chunk: torch.nn.Module) -> None:
-    """For DDP that reduces gradients after the backward pass: of each joined layer autograd knows one weight only.
+def spare_gradients(ddp: Any) -> None:
+    """In a model that DDP wraps, let autograd know one weight only of each joined layer.
 
-    Handing on a gradient for each of a hundred experts, which nothing reads, takes longer than their product.
+    Handing on a gradient for each of a hundred experts, which nothing reads, takes longer than their product. Where DDP
+    reduces a bucket once it knows all of its gradients, it hears of the others' with the one.
     """
-    for layer in chunk.modules():
-        if isinstance(products := vars(layer).get("forward"), ExpertProducts):
+    for layer in ddp.modules():
+        products = vars(layer).get("forward")
+        if isinstance(products, ExpertProducts) and all(weight.requires_grad for weight in products.weights()):
             products.waited_for = slice(-1, None)
+            if ddp.ddp_config.overlap_grad_reduce:
+                last = products.weights()[-1]
+                # a weight that held either of them would never be freed
+                tell = partial(_others_are_ready, weakref.ref(ddp), weakref.ref(products))
+                last.register_post_accumulate_grad_hook(tell)
+
+
+def _others_are_ready(
+    ddp_reference: weakref.ref[Any], reference: "weakref.ref[ExpertProducts]", _: torch.Tensor
+) -> None:
+    ddp, products = ddp_reference(), reference()
+    if ddp is None or products is None or not products.added:  # multiplied one by one, each has told DDP by itself
+        return
+    products.added = False
+    *others, _last = products.weights()
+    for weight in others:
+        bucket_group = ddp.param_to_bucket_group[weight]
+        if bucket_group.is_last_microbatch:
+            bucket_group.register_grad_ready(weight, ddp.force_all_reduce)
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -111,17 +134,22 @@ class ExpertProducts:
     """The forward pass of one grouped layer: tokens sorted by expert, [tokens, in], to ([tokens, out], None).
 
     Attributes:
-        waited_for: the weights whose hooks are to be called in backward passes: by default of all, by which DDP learns
-            that a bucket is complete.
+        waited_for: the weights whose hooks autograd calls in backward passes, by default those of all.
+        added: whether a backward pass has added to the gradients of all weights, and not told DDP yet.
     """
 
     def __init__(self, layer: Any, names: Sequence[str]):
         self.layer, self.names = layer, names
-        self.one_by_one, self.waited_for = layer.forward, slice(None)
+        self.one_by_one, self.added = layer.forward, False
+        self.waited_for: slice[None, None, None] | slice[int, None, None] = slice(None)
+
+    def weights(self) -> list[torch.nn.Parameter]:
+        """The layer's, [out, in] each, in order."""
+        return [*map(self.layer._parameters.__getitem__, self.names)]  # layer.weight0 takes ten times as long
 
     def __call__(self, x: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`m_splits` are the numbers of tokens of each expert."""
-        weights = [*map(self.layer._parameters.__getitem__, self.names)]  # layer.weight0 takes ten times as long
+        weights = self.weights()
         *_, total = ends = [*itertools.accumulate(m_splits)]
         if not 0 < total == len(x) or x.dtype != weights[0].dtype or not x.is_contiguous():
             return self.one_by_one(x, m_splits)
@@ -136,7 +164,7 @@ class ExpertProducts:
             return self.one_by_one(x, m_splits)
         on_host = torch.tensor(ends, dtype=torch.int32, pin_memory=x.device.type == "cuda")
         ends_there = on_host.to(x.device, non_blocking=True)
-        return _Product.apply(x, ends_there, whole, main_grad, weights, *weights[self.waited_for]), None
+        return _Product.apply(x, ends_there, whole, main_grad, self, *weights[self.waited_for]), None
 
 
 def _main_grad(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -156,21 +184,22 @@ class _Product(torch.autograd.Function):
         ends: torch.Tensor,
         whole: torch.Tensor,
         main_grad: torch.Tensor | None,
-        weights: list[torch.nn.Parameter],
+        products: ExpertProducts,
         *waited_for: torch.nn.Parameter,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, ends)
-        ctx.whole, ctx.main_grad, ctx.weights, ctx.waited_for = whole, main_grad, weights, len(waited_for)
+        ctx.whole, ctx.main_grad, ctx.products, ctx.waited_for = whole, main_grad, products, len(waited_for)
         return F.grouped_mm(x, whole.transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, ends = ctx.saved_tensors
-        grad_output, weights = grad_outputs[0].contiguous(), ctx.weights
+        grad_output, products = grad_outputs[0].contiguous(), ctx.products
         grad_input = F.grouped_mm(grad_output, ctx.whole, offs=ends) if ctx.needs_input_grad[0] else None
         if ctx.main_grad is None:
             return grad_input, None, None, None, None, *(None for _ in range(ctx.waited_for))
         add_weight_gradients(x, grad_output, ends, ctx.main_grad)
+        products.added, weights = True, products.weights()
         if not getattr(weights[-1], "grad_added_to_main_grad", False):
             for weight in weights:
                 weight.grad_added_to_main_grad = True
