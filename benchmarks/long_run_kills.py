@@ -51,10 +51,11 @@ class LongRun:
         script = START.format(examples=str(ROOT / "examples"), options=self.options)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launcher += [f"--nproc-per-node={self.ranks}", f"--max-restarts={max_restarts}", "--no-python"]
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with (self.folder / "output").open("ab") as output:
             self.process = subprocess.Popen(
                 [*launcher, sys.executable, "-c", script],
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

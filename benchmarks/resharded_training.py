@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 import tempfile
-from importlib import metadata
+from importlib import metadata, util
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ def compare(ranks, precision):
 
 def machine(ranks):
     on_gpu = torch.cuda.is_available()
-    packages = ("torch", "megatron-core", *(["transformer-engine"] if on_gpu else []))
+    packages = ("torch", "megatron-core", *(["transformer-engine"] if util.find_spec("transformer_engine") else []))
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {platform.machine()}",
         "gpus": torch.cuda.device_count(),

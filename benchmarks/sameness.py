@@ -18,6 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minloop.messages import without_warnings
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +76,8 @@ def main(names: Sequence[str]) -> bool:
     known = {name.casefold(): name for name in (*LAYOUTS, *ARCHITECTURES)}
     if unknown := [name for name in names if name.casefold() not in known]:
         sys.exit(f"neither a layout nor an architecture of tests/sameness_cases.py: {', '.join(unknown)}")
+    if not names and torch.cuda.is_available():
+        sys.exit(f"{JSON.name} is of CPU ranks, and here ranks have GPUs: hide them (CUDA_VISIBLE_DEVICES=)")
     wanted = {known[name.casefold()] for name in names}
     layouts = [name for name in LAYOUTS if name in wanted] or [*LAYOUTS]
     architectures = [name for name in ARCHITECTURES if name in wanted] or [*ARCHITECTURES]

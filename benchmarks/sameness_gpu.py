@@ -17,7 +17,7 @@ import json
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
+from importlib import metadata, util
 from itertools import combinations
 from pathlib import Path
 
@@ -173,7 +173,7 @@ def main(names):
     on_gpu = torch.cuda.is_available()
     layouts = {name: case for name, case in LAYOUTS.items() if name in names} or LAYOUTS
     architectures = {name: case for name, case in ARCHITECTURES.items() if name in names} or ARCHITECTURES
-    packages = ("torch", "megatron-core", *(["transformer-engine"] if on_gpu else []))
+    packages = ("torch", "megatron-core", *(["transformer-engine"] if util.find_spec("transformer_engine") else []))
     result = {name.replace("-", "_"): metadata.version(name) for name in packages} | {"steps": STEPS}
     result["gpu"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}" if on_gpu else "none"
     for _ in measure(result, layouts, architectures):

@@ -1,7 +1,8 @@
 """Hugging Face's weights in, a step of training, and out again:  torchrun --nproc-per-node 2 examples/hf_weights.py
 
 Makes a small Llama with transformers, loads it at TP2, trains it, writes it for transformers to load. Both compute the
-same logits, before and after. For weights from elsewhere, give their directory wherever "made" stands here.
+same logits, before and after (on a GPU with NVIDIA_TF32_OVERRIDE=0: Transformer Engine otherwise rounds what it
+multiplies in fp32 to TF32). For weights from elsewhere, give their directory wherever "made" stands here.
 """
 
 import shutil

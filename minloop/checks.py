@@ -22,6 +22,7 @@ from minloop.fsdp_checks import (
 )
 from minloop.graph_checks import check_cuda_graphs
 from minloop.ignored_checks import check_ignored
+from minloop.kernel_checks import check_kernels
 from minloop.memory_checks import check_activation_memory
 from minloop.precision_checks import check_fp8_param, check_precision
 from minloop.spelling import check_spellings
@@ -118,6 +119,7 @@ def check_config(config: Any) -> None:
     if config.transformer_impl == "transformer_engine" and not use_transformer_engine():
         lacks = "Transformer Engine is not installed" if not HAVE_TE else "there is no GPU"
         raise ValueError(f"transformer_impl='transformer_engine' but {lacks}: use transformer_impl='local'")
+    check_kernels(config)
     check_precision(config)
     check_deterministic_config(config)
     check_tensor_parallel(config)

@@ -16,6 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, use_transformer_engine
+from minloop.expert_checks import fuses_routers
+from minloop.kernel_checks import is_heterogeneous
 from minloop.optimizer_config_checks import check_optimizer_fields
 from minloop.spelling import check_fields
 
@@ -90,8 +92,12 @@ def _fusions(draft: SimpleNamespace) -> dict[str, Any]:
     """
     with_te = draft.transformer_impl == "transformer_engine"
     gelu = draft.activation_func is F.gelu and draft.add_bias_linear and not draft.gated_linear_unit
-    swiglu = draft.activation_func is F.silu and draft.gated_linear_unit
-    te_activation = with_te and swiglu and not draft.add_bias_linear and not draft.num_moe_experts
+    # of this mcore none knows a clamp or an offset
+    plain = draft.activation_func_clamp_value is None and not draft.glu_linear_offset
+    swiglu = draft.activation_func is F.silu and draft.gated_linear_unit and plain
+    # which mcore's specs of other layers leave out
+    usual_layers = not (draft.num_moe_experts or draft.is_hybrid_model or is_heterogeneous(draft))
+    te_activation = with_te and swiglu and not draft.add_bias_linear and usual_layers
     rope = with_te and not draft.rotary_interleaved and not draft.multi_latent_attention
     other_rope = draft.qk_l2_norm or draft.attention_output_gate or draft.flash_decode or draft.test_mode
     experts = with_te and bool(draft.num_moe_experts)
@@ -100,12 +106,13 @@ def _fusions(draft: SimpleNamespace) -> dict[str, Any]:
     return {
         "use_te_activation_func": te_activation and not draft.bias_activation_fusion,
         "bias_activation_fusion": (gelu or swiglu) and not (te_activation or draft.use_te_activation_func),
-        "bias_dropout_fusion": True,
+        # the grouped layers of a hybrid model have biases, too
+        "bias_dropout_fusion": not (experts and draft.add_bias_linear and draft.is_hybrid_model),
         "apply_rope_fusion": rope,
         "fused_single_qkv_rope": rope and torch.cuda.is_available() and not (draft.qk_layernorm or other_rope),
         "moe_grouped_gemm": experts and not draft.add_bias_linear,
         "moe_permute_fusion": experts,
-        "moe_router_fusion": experts,
+        "moe_router_fusion": experts and fuses_routers(draft),
         # whatever the precision, its gradient is rounded to bf16
         "cross_entropy_loss_fusion": draft.bf16 and not draft.deterministic_mode,
         "cross_entropy_fusion_impl": "te" if with_te else "native",

@@ -3,6 +3,9 @@
 import math
 from typing import Any
 
+import torch
+from megatron.core.transformer.utils import is_layer_window_attention
+
 
 def check_context_parallel(config: Any) -> None:
     """Refuse ways to divide sequences over ranks that mcore does not have, or that train another model.
@@ -38,4 +41,38 @@ def check_context_parallel(config: Any) -> None:
                 f"num_attention_heads ({config.num_attention_heads}) is not divisible by tensor_model_parallel_size "
                 f"({tp}) × the {ranks} ranks to which cp_comm_type={kind!r} deals heads out: use 'p2p' or "
                 "'all_gather', or 'a2a+p2p' with a smaller first of hierarchical_context_parallel_sizes"
+            )
+    if cp > 1 and config.transformer_impl == "transformer_engine":
+        _check_transformer_engine(config)
+
+
+def _check_transformer_engine(config: Any) -> None:
+    """Refuse attention that Transformer Engine would find no kernel for in mid-forward, without a word about fields.
+
+    Its attention/dot_product_attention: utils.py, "Filter: Context parallelism", and context_parallel.py,
+    `attn_forward_func_with_cp`.
+    """
+    cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
+    where = f"context_parallel_size ({cp}) on Transformer Engine's layers"
+    local = "or transformer_impl='local'"
+    if config.params_dtype == torch.float32:
+        raise ValueError(
+            f"{where} with params_dtype=torch.float32, in which it has no such attention: set bf16=True, {local}"
+        )
+    given = config.cp_comm_type
+    groups = config.num_attention_heads if config.multi_latent_attention else config.num_query_groups
+    own = max((groups or config.num_attention_heads) // config.tensor_model_parallel_size, 1)
+    for number, kind in enumerate(given if isinstance(given, list) else [given] * config.num_layers, start=1):
+        named = f"{where} with cp_comm_type={kind!r}"
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+        if windowed and tuple(config.window_size) not in ((-1, 0), (-1, -1)) and kind not in ("a2a", "all_gather"):
+            raise ValueError(
+                f"{named} and window_size={config.window_size}: set cp_comm_type='a2a' or 'all_gather', {local}"
+            )
+        if config.softmax_type != "vanilla" and kind != "a2a":
+            raise ValueError(f"{named} and softmax_type={config.softmax_type!r}: set cp_comm_type='a2a', {local}")
+        if own % (ranks := {"a2a": cp, "a2a+p2p": (hierarchy or [1])[0]}.get(kind or "", 1)):
+            raise ValueError(
+                f"{named}, which deals heads out to {ranks} ranks, and {own} heads of keys on each (num_query_groups / "
+                f"tensor_model_parallel_size, 1 at least): set cp_comm_type='p2p' or 'all_gather', {local}"
             )

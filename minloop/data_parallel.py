@@ -24,6 +24,7 @@ from minloop.cuda_graph import on_capture_stream
 from minloop.fsdp_checks import check_not_fsdp
 from minloop.fully_sharded import FullySharded, keep_weights, local_gradients, unsharded
 from minloop.layers.expert_products import spare_gradients
+from minloop.master_weights import follow_weights
 from minloop.messages import without_log_lines
 from minloop.wrapping_checks import check_gradients, check_wrapping
 
@@ -188,6 +189,7 @@ def take_over_weights(chunks: Sequence[torch.nn.Module], optimizer: MegatronOpti
             keep_weights(chunk)
     if not getattr(getattr(chunks[0], "ddp_config", None), "use_megatron_fsdp", False):
         optimizer.reload_model_params()
+    follow_weights(optimizer)
 
 
 def named_gradients(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -52,7 +52,8 @@ def check_deterministic_environment(config: Any) -> None:
     if (mamba := os.environ.get("MAMBA_DETERMINISTIC", "1")) and not mamba.startswith("1"):
         wrong.append(f"MAMBA_DETERMINISTIC=1, or not set (it is {mamba})")
     algorithms = [token.strip() for token in os.environ.get("NCCL_ALGO", "").split(",")]
-    if dist.get_world_size() > 1 and dist.get_backend() == "nccl" and not {*algorithms} <= {*NCCL_ALGORITHMS}:
+    by_nccl = dist.get_world_size() > 1 and "cuda:nccl" in dist.get_backend_config()  # it may have another for the CPU
+    if by_nccl and not {*algorithms} <= {*NCCL_ALGORITHMS}:
         wrong.append(f"NCCL_ALGO=Ring (it is {os.environ.get('NCCL_ALGO', 'not set')})")
     if wrong:
         raise RuntimeError(

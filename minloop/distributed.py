@@ -99,7 +99,7 @@ def _init_default_group(backend: str | None, timeout: timedelta, undo: contextli
     launch = find_launch(os.environ)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        claim_gpu(launch.local_rank if launch else int(os.environ.get("LOCAL_RANK", "0")))
+        claim_gpu(launch.local_rank if launch else int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     backend = backend or ("nccl" if on_gpu else "gloo")
     if launch is not None:
         store, rank, world_size = meet(launch, timeout)

@@ -23,6 +23,12 @@ ONLY_WITH_TE = {
 }
 
 
+def fuses_routers(config: Any) -> bool:
+    """Whether Transformer Engine's fused routers can do what this config asks of routers."""
+    chosen_by_mcore = config.moe_router_load_balancing_type == "quantile_balancing" or config.moe_enable_routing_replay
+    return not chosen_by_mcore and config.moe_router_dtype != "fp64"
+
+
 def check_experts(config: Any) -> None:
     """Refuse settings of experts, and layouts for them, that mcore 0.19 cannot train.
 
@@ -115,11 +121,23 @@ def _check_load_balancing(config: Any) -> None:
 
 
 def _check_parts(config: Any) -> None:
+    if config.moe_router_fusion and not fuses_routers(config):
+        raise ValueError(
+            "moe_router_fusion=True with moe_router_load_balancing_type="
+            f"{config.moe_router_load_balancing_type!r}, moe_router_dtype={config.moe_router_dtype!r} and "
+            f"moe_enable_routing_replay={config.moe_enable_routing_replay}: fused routers know neither "
+            "'quantile_balancing' nor 'fp64' nor replay; set moe_router_fusion=False"
+        )
     for name, remedy in ONLY_WITH_TE.items():
         if getattr(config, name) and config.transformer_impl == "local":
             raise ValueError(
                 f"{name}={getattr(config, name)} needs Transformer Engine, but transformer_impl is 'local': {remedy}"
             )
+    if config.moe_latent_size and config.moe_shared_expert_overlap:
+        raise ValueError(
+            f"moe_latent_size ({config.moe_latent_size}) with moe_shared_expert_overlap=True, with which mcore trains "
+            "no latent experts: set moe_shared_expert_overlap=False"
+        )
     if config.moe_shared_expert_intermediate_size and config.add_bias_linear:
         raise ValueError(
             f"moe_shared_expert_intermediate_size ({config.moe_shared_expert_intermediate_size}) with "

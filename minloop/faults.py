@@ -26,6 +26,7 @@ from minloop.everyone import from_all_ranks, over_all_ranks
 from minloop.fault_places import any_wrong_gradient, look
 from minloop.messages import logger
 from minloop.microbatches import Microbatches
+from minloop.precision_checks import remember_fp8_scales
 from minloop.state import TrainState
 from minloop.step import Computed
 
@@ -210,13 +211,15 @@ class FaultGuard:
 
 
 def _remember_buffers(state: TrainState) -> Callable[[], None]:
-    """Return a function that puts back what a step changes with its gradients alone, such as the experts' bias."""
+    """Return a function that puts back what a step changes with its gradients alone: experts' bias, FP8's scales."""
     modules: list[Any] = [chunk.module for chunk in state.chunks]
     before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    put_scales_back = remember_fp8_scales(state.chunks, state.config)
 
     def put_back() -> None:
         for buffer, value in before:
             buffer.copy_(value)
+        put_scales_back()
 
     return put_back
 

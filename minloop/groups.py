@@ -154,10 +154,10 @@ def _check(config: TransformerConfig, ranks: Sequence[int], order: str) -> None:
             f"ranks={ranks}: they must be different global ranks below {world}, and rank {rank}, which called, one of "
             "them; other ranks do not call build_groups"
         )
-    if len(ranks) < world and c10d._get_default_group().bound_device_id is not None:
+    if world > 1 and c10d._get_default_group().bound_device_id is not None:
         raise ValueError(
             f"ranks={ranks} of {world}: the default group was made with device_id, so that all its ranks would have to "
-            "take part in making another; make it without"
+            "take part in making any of a layout's groups; make it without"
         )
     check_world_size(config, len(ranks), order)
     refused = ("mtp_num_layers", "pipeline_model_parallel_layout", "hierarchical_context_parallel_sizes", "fp8", "fp4")

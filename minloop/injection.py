@@ -49,7 +49,7 @@ def inject_fault(
         nonlocal left
         left -= 1  # here, as chunks of the model that have no loss take part in the step, too
         total, tokens, report = loss_function(output)
-        scale = torch.tensor([factor, 1.0], device=output.device)
-        return total * factor, tokens, {name: value * scale for name, value in report.items()}
+        # a report may be on the CPU
+        return total * factor, tokens, {name: value * value.new_tensor([factor, 1.0]) for name, value in report.items()}
 
     return step

@@ -25,7 +25,7 @@ from minloop.groups import check_groups
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
 from minloop.layers.expert_products import join_experts
-from minloop.layers.installed import adapt_experts, fuse_rope_where_it_fits, install_kernels
+from minloop.layers.installed import adapt_experts, adapt_layers, fuse_rope_where_it_fits, install_kernels
 from minloop.messages import without_log_lines
 from minloop.meta_device import cut_as_built
 from minloop.precision_checks import start_from_own_weights
@@ -161,6 +161,7 @@ def _complete(
     for name, value in (asked | {"pre_process": first, "post_process": last}).items():
         if not hasattr(chunk, name):
             setattr(chunk, name, value)
+    adapt_layers(chunk, config)
     for parameter in chunk.parameters():  # without them gradient norms and checkpoints count a parameter wrongly
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if config.gradient_accumulation_fusion:

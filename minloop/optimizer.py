@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -73,6 +74,7 @@ def build_optimizer(
             pg_collection=groups,
             **mcore_options,
         )
+    await_gradients(optimizer)
     prepare_optimizer_state(optimizer)
     return optimizer
 
@@ -133,6 +135,13 @@ def check_agreement(
                 f"{expected}: use build_optimizer_config, or give both the same value"
             )
     check_optimizer_precision(optimizer_config, config, ddp_config)
+    remainders = optimizer_config.use_precision_aware_optimizer and optimizer_config.store_param_remainders
+    in_fp8 = config.fp8_param and config.fp8_recipe == "delayed"  # others' master weights are mcore's
+    if remainders and in_fp8 and not optimizer_config.optimizer_cpu_offload:
+        raise ValueError(
+            "store_param_remainders=True (its default) with use_precision_aware_optimizer=True and fp8_param=True: "
+            "weights in FP8 have no remainders; set store_param_remainders=False"
+        )
 
 
 def _check_emerging(optimizer_config: OptimizerConfig, config: TransformerConfig) -> None:
@@ -159,6 +168,23 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not getattr(inner, "is_stub_optimizer", False):
             yield inner
+
+
+def await_gradients(optimizer: MegatronOptimizer) -> None:
+    """Let the part on the GPU of an optimizer on the CPU wait for its gradients.
+
+    With `overlap_cpu_optimizer_d2h_h2d` mcore casts them, too, on the stream of copies to the host, and then steps
+    without waiting for it (its hybrid_optimizer.py, `step`).
+    """
+    for outer in inner_optimizers(optimizer):
+        inner: Any = outer.optimizer
+        if isinstance(inner, HybridDeviceOptimizer) and inner.gpu_optimizer is not None:
+            stream: Any = inner._d2h_stream  # pyright: ignore[reportPrivateUsage]  # has no public name
+            inner.gpu_optimizer.register_step_pre_hook(partial(_wait_for, stream))
+
+
+def _wait_for(stream: torch.cuda.Stream, *_: Any) -> None:
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def is_torch_adam(optimizer: object) -> bool:

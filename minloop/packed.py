@@ -8,9 +8,9 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 
-from minloop.data import Batch
+from minloop.data import Batch, CheckedBatch
 from minloop.losses import LossFunction, token_loss
-from minloop.placement import place_batch
+from minloop.placement import model_attribute, place_batch
 
 
 def packed_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
@@ -30,12 +30,17 @@ def packed_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[
         )
     boundaries = batch["cu_seqlens"].flatten().unique()  # the tail repeats the last one
     longest = int(boundaries.diff().max())
-    batch = {name: value for name, value in batch.items() if name != "max_seqlen"} | {"cu_seqlens": boundaries}
-    placed = place_batch(batch, model)
+    kept = {name: value for name, value in batch.items() if name != "max_seqlen"} | {"cu_seqlens": boundaries}
+    # a prefetched batch is checked already: to do so again would wait for its copy
+    placed = place_batch(CheckedBatch(kept) if isinstance(batch, CheckedBatch) else kept, model)
+    # Transformer Engine divides packed sequences by where they end with padding: here all of it is theirs.
+    padded: Any = placed["cu_seqlens"] if model_attribute(model, "config").context_parallel_size > 1 else None
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=placed["cu_seqlens"],
         cu_seqlens_kv=placed["cu_seqlens"],
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.utils import get_attr_wrapped_model
 
+from minloop.architecture import unwrapped
 from minloop.data import Batch, CheckedBatch, check_token_ids, slice_batch_for_context_parallel, to_device
 
 
@@ -16,10 +18,13 @@ def place_batch(batch: Batch, model: torch.nn.Module) -> PlacedBatch:
     """Check a batch and return this context parallel rank's part of it, on its device, for a GPT.
 
     Raises:
-        ValueError: a token id outside the vocabulary, a sequence longer than the position embedding.
+        ValueError: a token id outside the vocabulary, a sequence longer than the position embedding, an attention mask
+            for Transformer Engine's attention in bf16 or fp16.
     """
     if isinstance(batch, PlacedBatch):
         return batch
+    if "attention_mask" in batch:
+        _check_mask_is_heeded(model)
     if not isinstance(batch, CheckedBatch):
         check_token_ids(batch, model_attribute(model, "vocab_size"))
     length, positions = batch["tokens"].shape[1], model_attribute(model, "max_sequence_length")
@@ -32,6 +37,23 @@ def place_batch(batch: Batch, model: torch.nn.Module) -> PlacedBatch:
     batch = {name: value for name, value in batch.items() if name not in whole}
     batch = slice_batch_for_context_parallel(batch, model_attribute(model, "pg_collection"))
     return PlacedBatch(to_device(batch, torch.cuda.current_device()) | whole)
+
+
+def _check_mask_is_heeded(model: torch.nn.Module) -> None:
+    """Raise ValueError if attention would be plainly causal whatever the batch's mask.
+
+    Transformer Engine reads a mask of "padding" and "arbitrary" attention alone, and mcore's is "causal"; in fp32, for
+    which it has no fused kernel, its softmax heeds one all the same (its dot_product_attention/backends.py).
+    """
+    chunk: Any = unwrapped(model)
+    if not isinstance(chunk, LanguageModule) or chunk.config.params_dtype == torch.float32:
+        return
+    if chunk.config.transformer_impl == "transformer_engine":
+        raise ValueError(
+            "the batch has an attention_mask, which Transformer Engine's causal attention ignores in bf16 and fp16: "
+            "leave it out (create_attention_mask=False) or set transformer_impl='local'; to keep documents apart use "
+            "inter_document_masking=True and minloop.packed_forward_step"
+        )
 
 
 def _mrope_positions(batch: Batch) -> torch.Tensor:

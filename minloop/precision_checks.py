@@ -4,6 +4,7 @@ Of Transformer Engine's cache of FP8 weights a loop need know nothing: mcore's s
 of a step, and of an evaluation, that weights have changed (`set_is_first_microbatch` of the DDP wrapper).
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from minloop.fsdp_checks import is_torch_fsdp
+from minloop.kernel_checks import product_sizes
 
 FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "custom": (8, 9)}
 """Compute capability with which a recipe begins, transformer_engine/pytorch/quantization.py: 8.9 is Ada, 9.0 Hopper,
@@ -113,38 +115,13 @@ def _check_recipe(config: Any) -> None:
 def check_fp8_sizes(config: Any) -> None:
     """Refuse weights whose rows or columns, on one rank, are no multiples of what FP8 products need."""
     multiple = fp8_utils.get_fp8_align_size(config.fp8_recipe)
-    for name, size, ranks, size_of in _sizes(config):
+    for name, size, ranks, size_of in product_sizes(config):
         if size % (multiple * ranks):
             over = f" over {size_of} ({ranks})" if ranks > 1 else ""
             raise ValueError(
                 f"fp8={config.fp8!r} with fp8_recipe={config.fp8_recipe!r}: {name} ({size}){over} must be a multiple "
                 f"of {multiple} on each rank; change it, or set fp8=None"
             )
-
-
-def _sizes(config: Any) -> list[tuple[str, int, int, str]]:
-    """(What, its size, the ranks that share it, the field that says how many) of the products of a layer."""
-    tp, experts = config.tensor_model_parallel_size, config.num_moe_experts
-    heads = config.num_attention_heads
-    channels = config.kv_channels or config.hidden_size // heads
-    sizes = [("hidden_size", config.hidden_size, 1, "")]
-    if not config.multi_latent_attention:
-        qkv = (heads + 2 * (config.num_query_groups or heads)) * channels
-        name = "(num_attention_heads + 2 × num_query_groups) × kv_channels"
-        sizes += [
-            ("num_attention_heads × kv_channels", heads * channels, tp, "tensor_model_parallel_size"),
-            (name, qkv, tp, "tensor_model_parallel_size"),
-        ]
-    if not experts or config.moe_layer_freq != 1:
-        ffn = config.ffn_hidden_size or 4 * config.hidden_size
-        sizes.append(("ffn_hidden_size", ffn, tp, "tensor_model_parallel_size"))
-    if experts:
-        etp = config.expert_tensor_parallel_size or tp
-        ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
-        sizes.append(("moe_ffn_hidden_size", ffn, etp, "expert_tensor_parallel_size"))
-        if shared := config.moe_shared_expert_intermediate_size:
-            sizes.append(("moe_shared_expert_intermediate_size", shared, tp, "tensor_model_parallel_size"))
-    return sizes
 
 
 def check_fp8_param(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
@@ -234,6 +211,30 @@ def forget_fp8_scales() -> None:
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)  # not there without Transformer Engine
     if manager is not None:
         manager.reset()
+
+
+def remember_fp8_scales(chunks: Sequence[torch.nn.Module], config: Any) -> Callable[[], None]:
+    """Return a function that puts back what 'delayed' FP8 knows of the sizes of values, as it is now.
+
+    Transformer Engine notes the largest values of every pass, of an evaluation, too, and scales the next passes by them
+    (quantization.py, `DelayedScalingRecipeState`); its own capture of graphs puts them back, too (graph.py).
+    """
+    delayed = chunks if config.fp8 and config.fp8_recipe == "delayed" else ()
+    modules: list[Any] = [module for chunk in delayed for module in chunk.modules() if hasattr(module, "fp8_meta")]
+    before = [(module, module.get_fp8_meta_tensors()) for module in modules if _looks_back(module)]
+
+    def put_back() -> None:
+        for module, tensors in before:
+            if _looks_back(module):
+                module.reset_fp8_meta_tensors(tensors)  # None, if there was no pass yet: the initial ones
+
+    return put_back
+
+
+def _looks_back(module: Any) -> bool:
+    """Whether a module of Transformer Engine's scales by a history: its attention may by each tensor itself."""
+    metas = module.fp8_meta
+    return all(hasattr(metas[key], "amax_history") for key in ("scaling_fwd", "scaling_bwd") if key in metas)
 
 
 def refuse_fp8_weights(config: Any, what: str) -> None:

@@ -15,6 +15,7 @@ from minloop.data_parallel import gathered_parameters
 from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import place_batch
+from minloop.precision_checks import remember_fp8_scales
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState, advance, agree_on_batch, require_memory, require_optimizer
 
@@ -234,12 +235,13 @@ def eval_step(
 def evaluating(state: TrainState) -> Generator[None]:
     """While inside, the model is in evaluation mode and holds the weights after the last step."""
     require_memory(state, "weights")
-    training = [chunk.training for chunk in state.chunks]
+    training, put_back = [chunk.training for chunk in state.chunks], remember_fp8_scales(state.chunks, state.config)
     with usable(state.groups), gathered_parameters(state.chunks, whole=False):
         try:
             for chunk in state.chunks:
                 chunk.eval()
             yield
         finally:
+            put_back()
             for chunk, mode in zip(state.chunks, training, strict=True):
                 chunk.train(mode)

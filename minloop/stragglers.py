@@ -44,11 +44,17 @@ def forward_times(state: TrainState) -> Generator[StepTimes]:
     tensor, context and expert parallel peers only: of these all appear slow together, and stages with more layers do.
 
     Raises:
-        ValueError: cuda_graph_impl="full_iteration", in which nothing is launched that could be measured.
+        ValueError: cuda_graph_impl="full_iteration", in which nothing is launched that could be measured, or
+            overlap_moe_expert_parallel_comm, which mixes forward passes with backward ones.
     """
     if state.config.cuda_graph_impl == "full_iteration" and torch.cuda.is_available():
         raise ValueError(
             "forward_times with cuda_graph_impl='full_iteration': its graph has no events; use 'none' or 'local'"
+        )
+    if state.config.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "forward_times with overlap_moe_expert_parallel_comm=True, which mixes forward passes with backward ones: "
+            "set it to False to measure"
         )
     times, started = StepTimes(), list[Any]()
 

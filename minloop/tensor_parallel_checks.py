@@ -47,6 +47,8 @@ def _check_overlap(config: Any) -> None:
         ("sequence_parallel", config.sequence_parallel, "True"),
         ("transformer_impl", config.transformer_impl == "transformer_engine", "'transformer_engine' and a GPU"),
         ("params_dtype", config.params_dtype.itemsize == 2, "a half precision (bf16=True)"),
+        # at the first projection without a buffer of its own mcore switches it off for all layers (TELinear)
+        ("multi_latent_attention", not config.multi_latent_attention, "False"),
     ):
         if not value:
             raise ValueError(

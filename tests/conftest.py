@@ -1,4 +1,7 @@
-"""What holds for all tests: the server of ranks is started once, and a test leaves the pytest process clean."""
+"""What holds for all tests: the server of ranks is started once, and a test leaves the pytest process clean.
+
+On a machine with a GPU the same tests train there, with Transformer Engine if it is installed.
+"""
 
 import os
 
@@ -10,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import start_server
+from ranks import REPEATABLE, place, start_server
+
+if torch.cuda.is_available():  # tests compare runs bit by bit, and products in float32 with those of float64
+    os.environ |= REPEATABLE | {"NVIDIA_TF32_OVERRIDE": "0"} | os.environ
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -35,6 +41,32 @@ def server_of_ranks(request: pytest.FixtureRequest) -> None:
     """Let the server's imports run beside the first tests."""
     if any(hasattr(getattr(item, "module", None), "run_ranks") for item in request.session.items):
         start_server()
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a test starts sees no GPU, and, but for ranks, which have imported it already, no Transformer Engine."""
+    folder = tmp_path_factory.mktemp("hidden")
+    (folder / "transformer_engine.py").write_text("raise ModuleNotFoundError")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+SHARE = """
+import os
+if number := os.environ.get("LOCAL_RANK"):
+    os.environ |= {places}[int(number)]
+"""
+
+
+@pytest.fixture
+def shared_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let torchrun's ranks share GPUs of which there are fewer, as those of `run_ranks` do."""
+    if gpus := torch.cuda.device_count():
+        folder = tmp_path_factory.mktemp("site")  # Python imports this module as it starts
+        places = [place(number, gpus) for number in range(8)]
+        (folder / "sitecustomize.py").write_text(SHARE.format(places=places))
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 @pytest.fixture(autouse=True)

@@ -182,6 +182,7 @@ ARCHITECTURES: dict[str, Options] = {
     "hybrid": {
         "build": minloop.build_hybrid_model,
         "is_hybrid_model": True,
+        "transformer_impl": "local",  # else these layers need packages of their own
         "gpt": ROPE | {"hybrid_layer_pattern": "M*G-"},
     }
     | MAMBA

@@ -30,7 +30,7 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 def test_advice_follows_layout_chip_and_environment(
     fields: dict[str, Any], ranks: int, capability: tuple[int, int], environment: dict[str, str], said: list[str]
 ) -> None:
-    config = minloop.build_config(**MODEL, **fields)
+    config = minloop.build_config(**MODEL, **fields, transformer_impl="local")
     config.transformer_impl = "transformer_engine"  # which cannot be built without a GPU
     margins = dict.fromkeys(("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN"), "16")
     advice = environment_advice(
@@ -45,7 +45,7 @@ def test_advice_follows_layout_chip_and_environment(
 
 
 def test_norms_leave_room_for_communication_and_slow_layers_are_named() -> None:
-    config = minloop.build_config(**MODEL)
+    config = minloop.build_config(**MODEL, transformer_impl="local")
     ddp_config = minloop.build_ddp_config(config)
     (local,) = environment_advice(config, ddp_config, data_parallel_size=2, capability=HOPPER, environment={})
     assert "Transformer Engine is not installed" in local or "'local' was asked for" in local

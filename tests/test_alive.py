@@ -9,11 +9,12 @@ import psutil
 import pytest
 import torch
 from ranks import run_ranks
-from small import small_config, small_state, text_loader
+from small import DEVICE, small_config, small_state, text_loader
 
 import minloop
 
 PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+PATIENCE = timedelta(seconds=10 if DEVICE == "cuda" else 2)  # more than a rank's first kernels keep others waiting
 
 
 def _step(state: minloop.TrainState, **options: Any) -> float:
@@ -23,7 +24,7 @@ def _step(state: minloop.TrainState, **options: Any) -> float:
 def _again_and_again() -> None:
     """A host's default group stays; nothing else does."""
     held: list[tuple[int, int]] = []
-    for _ in range(4):
+    for _ in range(6):
         state = small_state(**PIPELINE)
         _step(state)
         del state
@@ -32,7 +33,7 @@ def _again_and_again() -> None:
         process = psutil.Process()
         held.append((process.num_fds(), process.num_threads()))
     torch.distributed.barrier()
-    assert held[-1] <= held[1], held
+    assert held[-1] <= held[3], held
 
 
 def _broken_loss(data: Iterator[minloop.Batch], model: torch.nn.Module) -> Any:
@@ -45,7 +46,7 @@ def _broken_loss(data: Iterator[minloop.Batch], model: torch.nn.Module) -> Any:
 
 
 def _one_leaves(directory: str) -> None:
-    state = small_state(**PIPELINE, init={"timeout": timedelta(seconds=2)})
+    state = small_state(**PIPELINE, init={"timeout": PATIENCE})
     is_last = torch.distributed.get_rank() == 1  # the one stage that has a loss
     first: Any = pytest.raises(ZeroDivisionError) if is_last else pytest.raises(RuntimeError, match="rank 0 lost other")
     with first as error:
@@ -70,7 +71,7 @@ def _one_leaves(directory: str) -> None:
 def _disagree() -> None:
     rank = torch.distributed.get_rank()
     with pytest.raises((RuntimeError, ValueError), match="disagree") as error:
-        minloop.build_groups(small_config(**PIPELINE), [rank, 1 - rank], timeout=timedelta(seconds=2))
+        minloop.build_groups(small_config(**PIPELINE), [rank, 1 - rank], timeout=PATIENCE)
     kinds: list[Any] = [None, None]
     torch.distributed.all_gather_object(kinds, error.type)
     assert set(kinds) == {RuntimeError, ValueError}  # of the one that came first, and waited; of the other
@@ -78,7 +79,7 @@ def _disagree() -> None:
 
 
 def _other_batches() -> None:
-    state = small_state(init={"timeout": timedelta(seconds=2)})
+    state = small_state(init={"timeout": PATIENCE})
     for count in (2, 2, 3):
         minloop.train_step(state, text_loader(state), num_microbatches=count)
     with pytest.raises((RuntimeError, ValueError), match=r"× 2 at iteration 4 on another|lost other") as error:
@@ -97,5 +98,6 @@ def _all(directory: str) -> None:
     _other_batches()
 
 
-def test_groups_end_and_say_so(tmp_path: Any) -> None:
-    run_ranks(2, _all, str(tmp_path), init="any")
+def test_groups_end_and_say_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")  # NCCL otherwise ends a process that has waited too long
+    run_ranks(2, _all, str(tmp_path), init="any", timeout=240)

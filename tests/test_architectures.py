@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from ranks import run_ranks
-from small import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, Text, small_config, small_state, text_loader, train
+from small import MICRO_BATCH_SIZE, SEQUENCE_LENGTH, Text, rounding, small_config, small_state, text_loader, train
 
 import minloop
 from minloop.architecture import YARN_DEFAULTS, check_gpt_options, take_yarn_options
 from minloop.layers.installed import fuse_rope_where_it_fits
 
-STEPS, TOLERANCE = 8, 2e-6
+STEPS, TOLERANCE = 8, rounding(2e-6)
 # Weights large enough for attention to matter, and an epsilon above rounding noise in gradients that are almost zero:
 # else Adam makes that noise into full steps, and one rank with another micro batch size parts from itself by 1e-2.
 CONDITIONED: dict[str, Any] = {"init_method_std": 0.1, "lr": 2e-3, "optimizer": {"adam_eps": 1e-5}}
@@ -230,7 +230,10 @@ def options_of(fields: dict[str, Any]) -> None:
         (HETEROGENEOUS | {"mtp_num_layers": 1}, r"mtp_num_layers \(1\) with heterogeneous layers"),
         ({"gpt": {"position_embedding_type": "yarn"}}, "'yarn' needs yarn_rotary_scaling_factor, yarn_original"),
         ({"gpt": YARN | ROPE}, "yarn_rotary_scaling_factor, .* with position_embedding_type='rope'"),
-        ({"fused_single_qkv_rope": True, "gpt": ROPE}, "with transformer_impl='local', not 'transformer_engine'"),
+        (
+            {"fused_single_qkv_rope": True, "transformer_impl": "local", "gpt": ROPE},
+            "with transformer_impl='local', not 'transformer_engine'",
+        ),
     ],
 )
 def test_what_mcore_cannot_build_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -264,8 +267,10 @@ def test_mrope_takes_one_position_of_text_or_three() -> None:
 
 
 def calls_with_fused_rope() -> list[bool]:
-    """Whether an attention finds `fused_single_qkv_rope` set: with plain RoPE, packed, without angles, and again."""
-    config: Any = (state := small_state(gpt=ROPE)).config
+    """Whether an attention finds `fused_single_qkv_rope` set: with plain RoPE, packed, without angles, and again; and
+    where two ranks share a group's queries.
+    """
+    config: Any = (state := small_state(gpt=ROPE, fused_single_qkv_rope=False)).config
     chunk: Any = state.chunks[0].module
     config.fused_single_qkv_rope = True
     fuse_rope_where_it_fits(chunk, config)
@@ -274,6 +279,8 @@ def calls_with_fused_rope() -> list[bool]:
     plain = {"rotary_pos_emb": torch.zeros(1), "packed_seq_params": None, "inference_context": None}
     for options in ({}, {"packed_seq_params": object()}, {"rotary_pos_emb": None}, {}):
         attention(torch.zeros(1), **(plain | options))
+    attention.world_size = 2 * attention.config.num_query_groups
+    attention(torch.zeros(1), **plain)
     learned: Any = small_config()
     learned.fused_single_qkv_rope = True
     fuse_rope_where_it_fits(torch.nn.Identity(), learned)
@@ -281,4 +288,4 @@ def calls_with_fused_rope() -> list[bool]:
 
 
 def test_rope_is_fused_in_the_calls_that_it_fits() -> None:
-    assert run_ranks(1, calls_with_fused_rope) == [[True, False, False, True, False]]
+    assert run_ranks(1, calls_with_fused_rope) == [[True, False, False, True, False, False]]

@@ -149,8 +149,9 @@ def load_and_fail(directory: str) -> list[str]:
     loader = text_loader(state)
     train(state, loader, 1)
     streams = content.rng_streams()
-    of_gpu = {"cuda_rng_state": torch.zeros(16, dtype=torch.uint8), "rng_tracker_states": {}}
-    with mock.patch.object(content, "rng_streams", return_value=streams | of_gpu):
+    size = 5056 if torch.cuda.is_available() else 16  # of the other kind's generators
+    of_another = {"cuda_rng_state": torch.zeros(size, dtype=torch.uint8), "rng_tracker_states": {}}
+    with mock.patch.object(content, "rng_streams", return_value=streams | of_another):
         minloop.save_checkpoint(directory, state, loader)
     minloop.load_checkpoint(directory, state, loader)  # on another kind of device
     messages = [failure_of(minloop.load_checkpoint, directory, state, {"train": loader, "other": loader})]

@@ -3,20 +3,30 @@
 import contextlib
 import importlib
 from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from ranks import RankError, run_ranks
-from small import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, small_config, small_state, text_loader, train
+from small import GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, rounding, small_config, small_state, text_loader, train
 
 import minloop
 import minloop.data_parallel
+from minloop.sameness import compare as comparison
+from minloop.sameness import replicas
 
 TP: dict[str, Any] = {"tensor_model_parallel_size": 2}
 SP: dict[str, Any] = TP | {"sequence_parallel": True}
-MOE: dict[str, Any] = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
+LOCAL: dict[str, Any] = {"transformer_impl": "local"}
+MOE: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_load_balancing_type": "none",
+    "add_bias_linear": False,
+    "moe_grouped_gemm": False,  # with which weights have other names
+}
+TOLERANCE = rounding(1e-6)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...
@@ -60,7 +70,7 @@ def compare(
     [
         (2, SP, {}),
         (4, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {}),
-        (2, {"context_parallel_size": 2}, {}),
+        (2, {"context_parallel_size": 2}, LOCAL),
         (4, SP | {"expert_model_parallel_size": 2}, MOE),
     ],
     ids=["TP2+SP", "PP2 VPP2", "CP2", "TP2+SP×EP2"],
@@ -69,7 +79,7 @@ def test_layouts_that_are_the_same(ranks: int, layout: dict[str, Any], fields: d
     results = run_ranks(ranks, compare, layout, fields)
     assert all(result == results[0] for result in results), "ranks return different comparisons"
     differences = results[0]
-    assert minloop.first_difference(differences, 1e-6) is None
+    assert minloop.first_difference(differences, TOLERANCE) is None
     names = [difference.what for difference in differences]
     assert names[:6] == [*(f"output of decoder.layers[{n}]" for n in range(4)), "output of token losses", "lm loss"]
     assert "gradient of embedding.word_embeddings.weight" in names
@@ -77,7 +87,7 @@ def test_layouts_that_are_the_same(ranks: int, layout: dict[str, Any], fields: d
 
 
 def test_gradients_that_are_not_finalised() -> None:
-    first = minloop.first_difference(run_ranks(2, compare, SP, {}, no_finalisation)[0], 1e-6)
+    first = minloop.first_difference(run_ranks(2, compare, SP, {}, no_finalisation)[0], TOLERANCE)
     assert first is not None
     # With sequence parallel what is left out is the sum over the parts of the sequence.
     assert first.what.startswith("gradient of")
@@ -86,7 +96,7 @@ def test_gradients_that_are_not_finalised() -> None:
 
 def test_sequence_parts_that_are_not_summed() -> None:
     differences = run_ranks(2, compare, SP, {}, no_sum_over_sequence_parts)[0]
-    wrong = [difference for difference in differences if not difference.relative <= 1e-6]
+    wrong = [difference for difference in differences if not difference.relative <= TOLERANCE]
     assert wrong
     unexplained = [d.what for d in wrong if "with sequence_parallel finalize_model_grads sums it" not in d.hint]
     assert not unexplained
@@ -208,7 +218,7 @@ def another_weight(layout: dict[str, Any]) -> list[minloop.Difference]:
 
 
 def test_the_first_layer_that_differs_is_named() -> None:
-    first = minloop.first_difference(run_ranks(2, another_weight, SP)[0], 1e-6)
+    first = minloop.first_difference(run_ranks(2, another_weight, SP)[0], TOLERANCE)
     assert first is not None
     assert first.what == "output of decoder.layers[2]"
 
@@ -283,7 +293,7 @@ def test_gradients_that_are_not_finalised_tear_replicas_apart() -> None:
 
 
 def test_sequence_parts_that_are_not_summed_tear_replicas_apart() -> None:
-    with pytest.raises(RankError, match=r"layernorm.* with sequence_parallel their gradients must be summed"):
+    with pytest.raises(RankError, match=r"layer_?norm.* with sequence_parallel their gradients must be summed"):
         run_ranks(2, replicas_after_steps, SP, no_sum_over_sequence_parts)
 
 
@@ -306,3 +316,22 @@ def test_what_one_layout_alone_has_differs() -> None:
             "gradient of w": 0.0,
             "gradient of x": torch.inf,
         }
+
+
+def test_weights_in_fp8_are_compared_by_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.arange(6.0).bfloat16()
+    quantized: Any = SimpleNamespace(dequantize=lambda: plain)
+    monkeypatch.setattr(replicas, "is_float8tensor", lambda weight: weight is quantized)
+    assert torch.equal(replicas._checksums(quantized), replicas._checksums(plain))
+
+
+def test_products_that_are_rounded_to_tf32_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config: Any = SimpleNamespace(transformer_impl="transformer_engine", params_dtype=torch.float32)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    comparison._say_what_rounds(config)
+    assert not caplog.text
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    comparison._say_what_rounds(config)
+    assert "set NVIDIA_TF32_OVERRIDE=0 before the program starts" in caplog.text

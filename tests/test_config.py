@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import re
 import socket
@@ -19,18 +20,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from ranks import RankError, run_ranks
+from sameness_cases import HETEROGENEOUS
 from small import small_config, small_state
 
 import minloop
 from minloop.architecture import check_gpt_options, gpt_specs
+from minloop.context_parallel_checks import check_context_parallel
 from minloop.distributed import DEFAULT_ORDER, check_world_size
 from minloop.graph_checks import check_graph_sequence
+from minloop.kernel_checks import check_kernels
 from minloop.optimizer import check_optimizer_config
 from minloop.spelling import check_spellings
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 LOCAL = {"transformer_impl": "local"}
+CP2: dict[str, Any] = {"context_parallel_size": 2, "params_dtype": torch.bfloat16}
 
 
 def test_precision_decides_the_dtypes() -> None:
@@ -52,7 +58,7 @@ def test_derived_fields_are_mcores() -> None:
 
 def test_the_fusions_suit_the_model_whatever_the_machine() -> None:
     gelu, swiglu, other = (
-        minloop.build_config(**MODEL, **fields)
+        minloop.build_config(**MODEL, **LOCAL, **fields)
         for fields in (
             {},
             {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False},
@@ -64,6 +70,72 @@ def test_the_fusions_suit_the_model_whatever_the_machine() -> None:
     assert minloop.build_config(**MODEL, bf16=True).cross_entropy_loss_fusion is True
     assert minloop.build_config(**MODEL, bf16=True, deterministic_mode=True).cross_entropy_loss_fusion is False
     assert minloop.build_config(**MODEL, bias_activation_fusion=False).bias_activation_fusion is False
+
+
+SWIGLU: dict[str, Any] = {"activation_func": F.silu, "gated_linear_unit": True, "add_bias_linear": False}
+
+
+def test_a_clamp_or_an_offset_of_swiglu_is_left_to_the_kernel_that_knows_it() -> None:
+    for fields in ({"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0}):
+        assert minloop.build_config(**MODEL, **SWIGLU, **fields).bias_activation_fusion is False
+
+
+def test_with_transformer_engine_the_fusions_suit_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minloop.config.check_config", lambda _: None)  # which wants a GPU
+
+    def build(config_class: Any = minloop.TransformerConfig, **fields: Any) -> Any:
+        absent = {"apply_rope_fusion": False, "moe_permute_fusion": False}  # mcore looks for those kernels at once
+        return minloop.build_config(config_class, **MODEL, transformer_impl="transformer_engine", **absent, **fields)
+
+    assert build(**SWIGLU).use_te_activation_func is True
+    blocks = {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": [HETEROGENEOUS[0]] * 4})}
+    for config in (
+        build(HeterogeneousTransformerConfig, **SWIGLU, **blocks),
+        build(**SWIGLU, is_hybrid_model=True),
+        build(**SWIGLU, glu_linear_offset=1.0),
+        build(**SWIGLU, activation_func_clamp_value=7.0),
+    ):
+        assert config.use_te_activation_func is False
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
+    assert build(**experts, moe_router_load_balancing_type="aux_loss").moe_router_fusion is True
+    for fields in ({"moe_router_load_balancing_type": "quantile_balancing"}, {"moe_router_dtype": "fp64"}):
+        assert build(**experts, **fields).moe_router_fusion is False
+    assert [build(**experts, is_hybrid_model=hybrid).bias_dropout_fusion for hybrid in (False, True)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_backend": AttnBackend.local}, "attention_backend=AttnBackend.local with transformer_impl='transf"),
+        ({"normalization": "L2Norm"}, "normalization='L2Norm' with transformer_impl='transformer_engine'"),
+        ({"context_parallel_size": 2}, "params_dtype=torch.float32, in which it has no such attention: set bf16=True"),
+        (
+            CP2 | {"window_size": (7, 0)},
+            r"cp_comm_type=None and window_size=\(7, 0\): set cp_comm_type='a2a' or 'all_g",
+        ),
+        (
+            CP2 | {"softmax_type": "learnable", "cp_comm_type": "all_gather"},
+            "softmax_type='learnable': set cp_comm_typ",
+        ),
+        (CP2 | {"num_query_groups": 1, "cp_comm_type": "a2a"}, "deals heads out to 2 ranks, and 1 heads of keys on ea"),
+    ],
+)
+def test_what_transformer_engine_has_no_kernel_for_is_refused(fields: dict[str, Any], message: str) -> None:
+    config = SimpleNamespace(**(vars(minloop.build_config(**MODEL)) | {"transformer_impl": "transformer_engine"}))
+    for check in (check_kernels, check_context_parallel):
+        check(config)
+    vars(config).update(fields)
+    check = check_context_parallel if "context_parallel_size" in fields else check_kernels
+    with pytest.raises(ValueError, match=message):
+        check(config)
+
+
+def test_what_transformer_engine_has_kernels_for_is_not_refused() -> None:
+    config = SimpleNamespace(**(vars(minloop.build_config(**MODEL)) | {"transformer_impl": "transformer_engine"}))
+    windows: dict[str, Any] = {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 1, 0]}
+    kinds: dict[str, Any] = {"cp_comm_type": ["a2a", "p2p", "all_gather", "p2p"], "num_query_groups": 2}
+    for fields in ({}, {"window_size": (-1, 0)}, windows | kinds, {"softmax_type": "learnable", "cp_comm_type": "a2a"}):
+        check_context_parallel(SimpleNamespace(**(vars(config) | CP2 | fields)))
 
 
 def test_any_field_can_be_given_and_a_subclass_used() -> None:
@@ -134,7 +206,7 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             {"cuda_graph_impl": "full_iteration", "fp16": True},
             "'full_iteration' with fp16=True: its loss scale changes",
         ),
-        ({"cuda_graph_impl": "full_iteration"}, r"hidden_dropout 0\.1.* use_te_rng_tracker=False"),
+        ({"cuda_graph_impl": "full_iteration", **LOCAL}, r"hidden_dropout 0\.1.* use_te_rng_tracker=False"),
         (
             {"cuda_graph_impl": "full_iteration", "pipeline_model_parallel_size": 2},
             "'full_iteration' with pipeline_model_parallel_size=2: such a step has not been replayed yet",
@@ -200,7 +272,7 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
         ),
         ({"tp_comm_overlap": True}, "tp_comm_overlap=True with tensor_model_parallel_size=1: it needs more than 1"),
         (
-            {"tp_comm_overlap": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            {"tp_comm_overlap": True, "tensor_model_parallel_size": 2, "sequence_parallel": True, **LOCAL},
             "tp_comm_overlap=True with transformer_impl=local: it needs 'transformer_engine' and a GPU",
         ),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is True, which"),
@@ -232,6 +304,19 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
         ),
         ({"attention_backend": "flash"}, "'flash' is no AttnBackend: .* and give AttnBackend.flash$"),
         ({"attention_backend": "falsh"}, "give one of AttnBackend.flash, AttnBackend.fused"),
+        ({"use_te_activation_func": True, "activation_func": F.silu}, "for which mcore takes ReLU: set use_te_activat"),
+        (
+            SWIGLU | {"use_te_activation_func": True, "glu_linear_offset": 1.0},
+            "use_te_activation_func=True with glu_linear_offset=1.0, which Transformer Engine's activation leaves out",
+        ),
+        (
+            SWIGLU | {"use_te_activation_func": True, "is_hybrid_model": True},
+            "use_te_activation_func=True with is_hybrid_model=True, whose specs",
+        ),
+        *(
+            (LOCAL | {"num_moe_experts": 4, "moe_router_fusion": True} | fields, "neither 'quantile_balancing' nor")
+            for fields in ({"moe_router_load_balancing_type": "quantile_balancing"}, {"moe_router_dtype": "fp64"})
+        ),
     ],
 )
 def test_contradictions_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
@@ -258,7 +343,7 @@ def test_a_word_that_mcore_does_not_know_is_answered_with_those_it_knows(field: 
 
 
 def test_mcores_defaults_are_words_that_it_knows() -> None:
-    minloop.build_config(**MODEL, normalization="L2Norm")
+    minloop.build_config(**MODEL, **LOCAL, normalization="L2Norm")
     fields = dataclasses.fields(minloop.TransformerConfig)
     check_spellings(SimpleNamespace(**{field.name: field.default for field in fields}))
 
@@ -273,7 +358,7 @@ def test_mcores_defaults_are_words_that_it_knows() -> None:
 def test_layers_that_a_gpt_does_not_have(fields: dict[str, Any], message: str) -> None:
     one: Any = SimpleNamespace(pp=SimpleNamespace(rank=lambda: 0))
     with pytest.raises(ValueError, match=message):
-        gpt_specs(minloop.build_config(**MODEL, **fields), one, None)
+        gpt_specs(minloop.build_config(**MODEL, **LOCAL, **fields), one, None)
 
 
 def test_a_misspelt_option_of_yarn_is_answered_with_the_nearest() -> None:

@@ -12,6 +12,8 @@ from ranks import run_ranks
 import minloop.cpu
 from minloop.cpu import cpu_backend, light_mcore_import
 
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
 
 def names() -> dict[tuple[str, str], Any]:
     """All that the backend might touch: the names in torch's namespaces and in megatron-core's modules."""

@@ -87,10 +87,10 @@ def test_fields_that_are_not_deterministic_are_refused(field: str) -> None:
 def test_on_a_gpu_the_environment_is_asked_for(environment: dict[str, str], message: str | None) -> None:
     config = small_config(deterministic_mode=True, transformer_impl="local")
     with (
-        mock.patch.dict(os.environ, environment),
+        mock.patch.dict(os.environ, environment, clear=True),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.distributed.get_world_size", return_value=2),
-        mock.patch("torch.distributed.get_backend", return_value="nccl"),
+        mock.patch("torch.distributed.get_backend_config", return_value="cpu:gloo,cuda:nccl"),
     ):
         if message is None:
             check_deterministic_environment(config)

@@ -148,7 +148,7 @@ def _read_back(weights: list[dict[str, torch.Tensor]], options: dict[str, Any]) 
     minloop.check_replicas(state)
     loader = text_loader(state)
     minloop.train_step(state, loader, num_microbatches=4)  # of the loaded weights, not of older master weights
-    moved = [(value - weights[0][name]).abs().max() for name, value in minloop.named_full_parameters(state)]
+    moved = [(value.cpu() - weights[0][name]).abs().max() for name, value in minloop.named_full_parameters(state)]
     assert 0 < max(moved) < 0.1
     minloop.shutdown_distributed()
 
@@ -178,6 +178,9 @@ def _off_and_on(options: dict[str, Any]) -> None:
         if moving:
             with pytest.raises(ValueError, match="kinds='weights' is one string"):
                 minloop.offload(state, "weights")
+            registered = mock.patch.object(state.chunks[0].ddp_config, "nccl_ub", True)
+            with registered, pytest.raises(ValueError, match="nccl_ub=True: NCCL keeps"):
+                minloop.offload(state)
             minloop.offload(state, ["gradients", "optimizer"])
             loss = minloop.eval_step(state, [next(loader)], num_microbatches=1).loss  # the weights are there
             weight = next(state.chunks[0].parameters())

@@ -34,7 +34,7 @@ class OneByOne(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.num_gemms, self.calls = EXPERTS, 0
+        self.num_gemms, self.calls, self.is_first_microbatch = EXPERTS, 0, True
         generator = torch.Generator().manual_seed(1)
         for index in range(EXPERTS):
             weight = torch.randn(OUT, IN, generator=generator).to(dtype)
@@ -93,6 +93,7 @@ def test_what_does_not_lie_together_is_multiplied_as_before() -> None:
     with torch.no_grad():
         layer(x, [1, 2, 3, 0])
         assert layer.calls == 0
+    assert not layer.is_first_microbatch, "Transformer Engine would write main_grad anew"
     layer(x, [1, 2, 3, 0])  # with gradients, and no place for them
     assert layer.calls == 1
     with_main_grads(layer, torch.float32)

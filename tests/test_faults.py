@@ -3,6 +3,7 @@
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small import SEQUENCE_LENGTH, small_state, text_loader
+from small import DEVICE, SEQUENCE_LENGTH, small_state, text_loader
 
 import minloop
+from minloop.checkpoint import content
 from minloop.messages import logger
 
 COUNT = 2  # microbatches of 2 samples on each of 2 data parallel ranks
@@ -34,11 +36,11 @@ def partly_frozen(*args: Any, **options: Any) -> list[Any]:
 
 def with_second_loss(data: Any, model: Any) -> Any:
     output, loss_function = minloop.gpt_forward_step(data, model)
-    other = torch.tensor([math.nan if dist.get_rank() == 1 else 1.0, 1.0])
+    other = [math.nan if dist.get_rank() == 1 else 1.0, 1.0]
 
     def with_other(output: torch.Tensor) -> Any:
         total, tokens, report = loss_function(output)
-        return total, tokens, {**report, "other": other}
+        return total, tokens, {**report, "other": output.new_tensor(other)}
 
     return output, with_other
 
@@ -180,7 +182,7 @@ def slow_rank() -> tuple[list[int], list[float]]:
     state = small_state()
     loader = text_loader(state)
     if dist.get_rank() == 2:
-        state.chunks[0].module.register_forward_hook(lambda *_: time.sleep(0.1))
+        state.chunks[0].module.register_forward_hook(lambda *_: time.sleep(0.1 if DEVICE == "cpu" else 1.0))
     with minloop.forward_times(state) as times:
         minloop.train_step(state, loader, num_microbatches=2)
         times.gather(state.groups)
@@ -192,6 +194,79 @@ def slow_rank() -> tuple[list[int], list[float]]:
 def test_the_slow_rank_is_found() -> None:
     for slow, seconds in run_ranks(4, slow_rank):
         assert slow[0] == 2, seconds
+
+
+def test_passes_that_are_mixed_are_not_measured() -> None:
+    state: Any = SimpleNamespace(config=SimpleNamespace(cuda_graph_impl="none", overlap_moe_expert_parallel_comm=True))
+    with pytest.raises(ValueError, match="forward_times with overlap_moe_expert_parallel_comm=True"):
+        minloop.forward_times(state).__enter__()
+
+
+def test_a_report_may_be_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    report = {"other": torch.ones(2, device="meta")}
+
+    def forward_step(data: Any, model: Any) -> Any:
+        return torch.ones((), requires_grad=True), lambda output: (output, torch.ones(()), report)
+
+    state: Any = SimpleNamespace(iteration=0)
+    output, loss = minloop.inject_fault(forward_step, state, iteration=1)(iter(()), torch.nn.Module())
+    total, _, multiplied = loss(output)
+    assert total.isnan()
+    assert multiplied["other"].device.type == "meta"
+
+
+def test_streams_are_set_back_where_captured_graphs_draw_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = torch.Generator().manual_seed(1)
+    tracker = SimpleNamespace(get_states=lambda: {"model-parallel-rng": held}, set_states=mock.Mock())
+    monkeypatch.setattr(content.tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    monkeypatch.setattr(content, "is_graph_safe_cuda_rng_tracker", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    streams = content.rng_streams()
+    drawn = torch.rand(3, generator=held)
+    content.restore_rng_state(streams)
+    tracker.set_states.assert_called_once_with({"model-parallel-rng": held})
+    assert torch.equal(torch.rand(3, generator=held), drawn)
+
+
+class Scales(torch.nn.Module):
+    """What a module of Transformer Engine's has of FP8 with delayed scaling; every pass moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_meta: dict[str, Any] = {}
+        self.passes = 0
+
+    def get_fp8_meta_tensors(self) -> int:
+        return self.passes
+
+    def reset_fp8_meta_tensors(self, before: int) -> None:
+        self.passes = before
+
+
+def scales_after_passes() -> list[int]:
+    state = small_state()
+    chunk, scales, loader = state.chunks[0], Scales(), text_loader(state)
+    chunk.module.scales = scales
+    chunk.register_forward_hook(lambda *_: setattr(scales, "passes", scales.passes + 1))
+    state.config.fp8 = "hybrid"
+    found: list[int] = []
+    step(state, loader, minloop.FaultGuard())
+    found.append(scales.passes)
+    minloop.eval_step(state, loader, num_microbatches=COUNT)
+    minloop.evaluate(state, {"text": loader}, num_microbatches=COUNT)
+    found.append(scales.passes)
+    assert step(state, loader, minloop.FaultGuard("skip"), iteration=2).skipped
+    found.append(scales.passes)
+    assert not step(state, loader, minloop.FaultGuard(rerun=True), iteration=3).skipped
+    found.append(scales.passes)
+    minloop.shutdown_distributed()
+    return found
+
+
+def test_scales_of_fp8_follow_from_the_steps_taken_alone() -> None:
+    assert run_ranks(1, scales_after_passes) == [[COUNT, COUNT, COUNT, 2 * COUNT]]
 
 
 def test_policies_that_make_no_sense_are_refused() -> None:

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from sameness_cases import MOE, RECIPE, SP
-from small import MICRO_BATCH_SIZE, WIDE, small_config, small_state, text_loader, train
+from small import MICRO_BATCH_SIZE, WIDE, rounding, small_config, small_state, text_loader, train
 
 import minloop
 from minloop import fsdp_checks
+from minloop.optimizer import check_optimizer_config
 
-STEPS, TOLERANCE = 20, 2e-6
+STEPS, TOLERANCE = 20, rounding(2e-6)
 
 
 def megatron(strategy: str = "optim_grads_params", **fields: Any) -> dict[str, Any]:
@@ -209,7 +210,7 @@ def refusals() -> list[str]:
     expect(ValueError, minloop.onload, state)
     expect(ValueError, minloop.record_layout, state, text_loader(state), num_microbatches=1)
     minloop.shutdown_distributed()
-    config = small_config()
+    config = small_config(gradient_accumulation_fusion=False)
     expect(
         ValueError,
         minloop.compare_layouts,
@@ -228,11 +229,12 @@ def refusals() -> list[str]:
     }
     expect(ValueError, small_state, ddp=megatron(), optimizer=offload)
     minloop.shutdown_distributed()
-    expect(ValueError, small_state, ddp={"use_distributed_optimizer": True}, optimizer=offload)
-    minloop.shutdown_distributed()
+    ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
+    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=1.0, **offload)
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        expect(ValueError, check_optimizer_config, optimizer_config, config, ddp_config)
     expect(ValueError, small_state, ddp=megatron(), optimizer={"optimizer": "sgd"})
     minloop.shutdown_distributed()
-    config = small_config()
     groups = minloop.init_distributed(config, seed=1)
     model = minloop.build_gpt_model(config, groups, vocab_size=256, max_sequence_length=32)
     expect(ValueError, minloop.wrap_fsdp, model, minloop.build_ddp_config(config), groups)
@@ -296,8 +298,9 @@ def test_what_a_state_cannot_do_is_refused() -> None:
     ],
 )
 def test_mixes_are_refused_before_anything_is_built(model: dict[str, Any], ddp: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {"gradient_accumulation_fusion": False, **model}
     with pytest.raises(ValueError, match=message):
-        minloop.build_ddp_config(small_config(**model), **ddp)
+        minloop.build_ddp_config(small_config(**fields), **ddp)
 
 
 @pytest.mark.parametrize(

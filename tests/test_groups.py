@@ -155,6 +155,11 @@ def _refusals() -> None:
         minloop.build_groups(minloop.replace_layout(config, tensor_model_parallel_size=4))
     with pytest.raises(ValueError, match="mtp_num_layers=1"):
         minloop.build_groups(small_config(mtp_num_layers=1))
+    whole: Any = torch.distributed.group.WORLD
+    whole.bound_device_id = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="the default group was made with device_id"):
+        minloop.build_groups(config)
+    whole.bound_device_id = None
     minloop.shutdown_distributed()
 
 
@@ -176,7 +181,7 @@ def _ten_times() -> None:
         assert not torch.distributed.is_initialized()
         assert not parallel_state.model_parallel_is_initialized()
         threads.append(psutil.Process().num_threads())
-    assert threads[-1] <= max(threads[:3]), threads
+    assert threads[-1] <= max(threads[:6]), threads  # once each layout came twice: CUDA begins one late
 
 
 def test_layouts_follow_each_other_in_one_process() -> None:

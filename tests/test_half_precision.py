@@ -44,7 +44,8 @@ def run(
     directory: str, options: dict[str, Any], first: bool = False, halves: bool = False, size: int = MICRO_BATCH_SIZE
 ) -> torch.Tensor:
     """Losses and gradient norms, [steps, 2], from the weights in `directory`, which the first run writes."""
-    state = shared_state(directory, first, **(RECIPE | LLAMA | options))
+    local = {"transformer_impl": "local"}  # whose products are torch.matmul
+    state = shared_state(directory, first, **(RECIPE | LLAMA | local | options))
     with mock.patch.object(torch, "matmul", matmul_in_halves if halves else matmul):
         history = train(state, text_loader(state, size), STEPS, size)
     minloop.check_replicas(state)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from small import small_state, text_loader, train
+from small import rounding, small_state, text_loader, train
 
 import minloop
 
@@ -123,15 +123,16 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_models_compute_the_same_there_and_here(theirs: Path, tmp_path: Path, layout: str) -> None:
     ranks, options, names = LAYOUTS[layout]
+    limits: Any = dict.fromkeys(("atol", "rtol"), rounding(1e-5))
     found = run_ranks(ranks, there_and_back, theirs, tmp_path, names, options)[0]
     for name, loaded, trained in zip(names, found[::2], found[1::2], strict=True):
         assert loaded[..., 250:].abs().max() == 0  # the padding
-        torch.testing.assert_close(loaded[..., :250], logits_there(theirs / name), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(loaded[..., :250], logits_there(theirs / name), **limits)
         same, original = (load_file(folder / name / "model.safetensors") for folder in (tmp_path / "same", theirs))
         assert same.keys() == original.keys()
         assert all(torch.equal(same[key], original[key]) for key in same)
         assert len(list((tmp_path / "trained" / name).glob("model-*-of-*.safetensors"))) > 2
-        torch.testing.assert_close(trained[..., :250], logits_there(tmp_path / "trained" / name), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(trained[..., :250], logits_there(tmp_path / "trained" / name), **limits)
         assert 1e-3 < (trained - loaded).abs().mean() < loaded.std() / 4  # one step from the weights that were loaded
 
 

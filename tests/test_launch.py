@@ -3,13 +3,14 @@
 import os
 import socket
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 from ranks import run_ranks
-from small import small_state, text_loader, train
+from small import small_config, small_state, text_loader, train
 
 import minloop
-from minloop import launch
+from minloop import distributed, launch
 from minloop.launch import LAUNCH_VARIABLES, Launch, find_launch, first_host
 
 SRUN = {
@@ -44,6 +45,23 @@ def test_who_a_process_is(caplog: pytest.LogCaptureFixture) -> None:
     assert "SLURM_NTASKS is 2 but there is no SLURM_PROCID" in caplog.text
     lists = {"a,b": "a", "r[1-2]n[03-04]": "r1n03", "n[1,3]-ib,x": "n1-ib", "node1": "node1"}
     assert {text: first_host(text) for text in lists} == lists
+
+
+def test_a_process_alone_keeps_the_gpu_that_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    claimed: list[int] = []
+
+    def claim(number: int) -> None:
+        raise InterruptedError(claimed.append(number))
+
+    monkeypatch.setattr(distributed, "claim_gpu", claim)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    for name in (*LAUNCH_VARIABLES, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for local_rank in ({}, {"LOCAL_RANK": "1"}):
+        with mock.patch.dict(os.environ, local_rank), pytest.raises(InterruptedError):
+            minloop.init_distributed(small_config(), seed=1)
+    assert claimed == [3, 1]
 
 
 def train_as_srun_starts_it() -> tuple[list[str], list[tuple[float, float]]]:

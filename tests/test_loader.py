@@ -5,18 +5,21 @@ import json
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sentencepiece
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from ranks import run_ranks
-from small import VOCAB_SIZE, Text, shared_state, small_state, text_loader, train
+from small import SEQUENCE_LENGTH, VOCAB_SIZE, WIDE, Text, rounding, shared_state, small_state, text_loader, train
 from test_data import Numbers, groups, samples
 from torch.utils.data import Dataset
 
 import minloop
 from minloop.data import (
+    CheckedBatch,
     build_loader,
     build_stream_loader,
     build_tokenizer,
@@ -92,6 +95,56 @@ def test_global_batch_decides_where_it_ends():
     assert sorted(samples(loaders[0]) + samples(loaders[1])) == list(range(16))
     with pytest.raises(ValueError, match=r"7 samples, fewer than one global_batch_size \(8\)"):
         build_loader(Numbers(7), groups(0, 2), **options)
+
+
+def test_a_prefetched_pack_is_not_checked_again(monkeypatch: pytest.MonkeyPatch):
+    """Its ids are on the device: reading them would wait for the copy."""
+    placed: list[Any] = []
+
+    def place(batch: Any, model: Any) -> Any:
+        raise InterruptedError(placed.append(batch))
+
+    monkeypatch.setattr("minloop.packed.place_batch", place)
+    pack = {name: value[None] for name, value in pack_samples(Answers(), sequence_length=32)[0].items()}
+    for batch in (CheckedBatch(pack), pack):
+        with pytest.raises(InterruptedError):
+            minloop.packed_forward_step(iter([batch]), torch.nn.Module())
+    assert [type(batch) for batch in placed] == [CheckedBatch, dict]
+
+
+def test_an_attention_mask_that_would_be_ignored_is_refused():
+    chunk: Any = LanguageModule.__new__(LanguageModule)
+    torch.nn.Module.__init__(chunk)
+    batch = {"attention_mask": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
+    for dtype, implementation in (
+        (torch.bfloat16, "transformer_engine"),
+        (torch.float16, "transformer_engine"),
+        (torch.float32, "transformer_engine"),
+        (torch.bfloat16, "local"),
+    ):
+        chunk.config = SimpleNamespace(params_dtype=dtype, transformer_impl=implementation)
+        ignored = implementation != "local" and dtype != torch.float32
+        message = "causal attention ignores .*create_attention_mask=False.* transformer_impl='local'"
+        with pytest.raises(ValueError if ignored else RuntimeError, match=message if ignored else "vocab_size"):
+            minloop.place_batch(batch, chunk)
+
+
+def with_and_without_a_mask() -> list[torch.Tensor]:
+    state = small_state(**WIDE, bf16=True, cross_entropy_loss_fusion=False)
+    batch = minloop.place_batch(next(text_loader(state)), state.chunks[0])
+    own = torch.ones(SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool, device="cuda").fill_diagonal_(False)
+    inputs = batch["tokens"], batch["position_ids"]
+    with torch.no_grad():
+        losses = [state.chunks[0](*inputs, mask, labels=batch["labels"]) for mask in (None, own[None, None])]
+    minloop.shutdown_distributed()
+    return losses
+
+
+@pytest.mark.gpu
+def test_transformer_engine_ignores_a_mask():
+    pytest.importorskip("transformer_engine", reason="its attention is meant")
+    ((plain, masked),) = run_ranks(1, with_and_without_a_mask)
+    assert torch.equal(plain, masked)
 
 
 def test_batch_grows_in_equal_steps():
@@ -266,8 +319,29 @@ def test_packs_hold_every_sample_with_its_own_positions_and_loss():
         mask_prompt([1], [])
 
 
+def test_transformer_engine_is_told_where_padding_ends_if_ranks_divide_a_pack(monkeypatch: pytest.MonkeyPatch):
+    """Its context parallelism wants it (attention/dot_product_attention/context_parallel.py)."""
+    pack = pack_samples(Answers(), sequence_length=32)[0]
+    monkeypatch.setattr("minloop.packed.place_batch", lambda batch, _: batch)
+    found: list[bool] = []
+
+    class Model(torch.nn.Module):
+        pre_process = post_process = True
+
+        def forward(self, *_: Any, packed_seq_params: Any, **__: Any) -> None:
+            both = packed_seq_params.cu_seqlens_q_padded, packed_seq_params.cu_seqlens_kv_padded
+            found.extend(padded is packed_seq_params.cu_seqlens_q for padded in both)
+
+    for size in (1, 2):
+        model: Any = Model()
+        model.config = SimpleNamespace(context_parallel_size=size)
+        minloop.packed_forward_step(iter([{name: value[None] for name, value in pack.items()}]), model)
+    assert found == [False, False, True, True]
+
+
 def packed_losses(directory: str, layout: dict[str, int], first: bool) -> list[tuple[float, float]]:
-    state = shared_state(directory, first, gpt={"position_embedding_type": "rope"}, **layout)
+    local: dict[str, Any] = {"transformer_impl": "local"}  # Transformer Engine packs in half precision only
+    state = shared_state(directory, first, gpt={"position_embedding_type": "rope"}, **local, **layout)
     loader = build_loader(pack_samples(Answers(), sequence_length=32, multiple=8), state.groups, micro_batch_size=1)
     count = minloop.num_microbatches(4, 1, state.groups)
     step = minloop.packed_forward_step
@@ -278,7 +352,7 @@ def packed_losses(directory: str, layout: dict[str, int], first: bool) -> list[t
 
 def unpacked_loss(directory: str, num_tokens: float) -> float:
     """Of the first samples that have `num_tokens` with loss, each in a row of its own."""
-    state = shared_state(directory, False, gpt={"position_embedding_type": "rope"})
+    state = shared_state(directory, False, gpt={"position_embedding_type": "rope"}, transformer_impl="local")
     rows: list[minloop.Batch] = []
     for row in pack_samples(Answers(), sequence_length=16, multiple=16):
         rows.append({name: value[None] for name, value in row.items() if name != "cu_seqlens"})
@@ -293,7 +367,7 @@ def unpacked_loss(directory: str, num_tokens: float) -> float:
 def test_packed_samples_train_the_same_alone_and_in_every_layout(tmp_path: Path):
     (expected,) = run_ranks(1, packed_losses, str(tmp_path), {}, True)
     loss, num_tokens = expected[0]
-    assert run_ranks(1, unpacked_loss, str(tmp_path), num_tokens) == [pytest.approx(loss, rel=1e-6)]
+    assert run_ranks(1, unpacked_loss, str(tmp_path), num_tokens) == [pytest.approx(loss, rel=rounding(1e-6))]
     for layout in (
         {"context_parallel_size": 2},
         {"pipeline_model_parallel_size": 2},

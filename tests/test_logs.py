@@ -180,6 +180,7 @@ def test_a_bar_is_drawn_on_a_terminal_only(capsys: pytest.CaptureFixture[str]):
 def timed() -> tuple[dict[str, float], dict[str, float], int]:
     state = small_state(tensor_model_parallel_size=2)
     loader = text_loader(state)
+    train(state, loader, 1)  # in which a GPU loads kernels
     timer = minloop.StepTimer(state, sequence_length=SEQUENCE_LENGTH, flops_per_token=1e6, peak_tflops=2.0)
     with pytest.raises(RuntimeError, match="no step was taken"):
         timer.lap()
@@ -195,7 +196,7 @@ def timed() -> tuple[dict[str, float], dict[str, float], int]:
     assert step["lm loss"] == metrics.loss.item()
     assert metrics.grad_norm is not None
     assert step["grad-norm"] == metrics.grad_norm.item()
-    assert (step["iteration"], step["consumed-samples"], step["num-tokens"]) == (4, 32, metrics.num_tokens.item())
+    assert (step["iteration"], step["consumed-samples"], step["num-tokens"]) == (5, 40, metrics.num_tokens.item())
     minloop.shutdown_distributed()
     return lap, step, calls
 
@@ -211,7 +212,7 @@ def test_time_is_that_of_the_steps_between_laps():
     assert lap["throughput"] == pytest.approx(lap["tokens-per-second/gpu"] * 1e6 / 1e12)
     assert lap["mfu"] == lap["throughput"] / 2
     assert lap["mem-rss-bytes"] > 2**27
-    assert "power/gpu" not in lap, "there is no GPU"
+    assert torch.cuda.is_available() or "power/gpu" not in lap
     assert " | lm loss: " in minloop.record_line(step | lap, train_iters=9)
 
 

@@ -263,7 +263,9 @@ FSDP2: dict[str, Any] = {"reshard_after_forward": True}
 )
 def test_what_cannot_be_built_is_not_estimated(fields: dict[str, Any], options: dict[str, Any], message: str) -> None:
     changed, ddp = fields.get("changed", {}), options.get("ddp", {})  # changed after the other configs were made
-    config = small_config(bf16=True, **{name: value for name, value in fields.items() if name != "changed"})
+    unchanged: dict[str, Any] = {"gradient_accumulation_fusion": False, "transformer_impl": "local", **fields}
+    unchanged.pop("changed", None)
+    config = small_config(bf16=True, **unchanged)
     ddp_config = minloop.build_ddp_config(config, **ddp)
     optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=1.0)
     for name, value in changed.items():

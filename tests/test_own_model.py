@@ -14,13 +14,13 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from ranks import run_ranks
-from small import SEQUENCE_LENGTH, VOCAB_SIZE, small_config, text_loader, train
+from small import SEQUENCE_LENGTH, VOCAB_SIZE, rounding, small_config, text_loader, train
 from torch import Tensor
 
 import minloop
 
 STEPS = 20
-TOLERANCE = 2e-6
+TOLERANCE = rounding(2e-6)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {},
     "TP2": {"tensor_model_parallel_size": 2},

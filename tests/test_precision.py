@@ -7,13 +7,20 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from ranks import RankError, run_ranks
 from small import WIDE, small_config, small_state, text_loader, train
 
 import minloop
 from minloop import precision_checks
+from minloop.optimizer import await_gradients, check_agreement
 
 MODEL: dict[str, Any] = WIDE | {"bf16": True}
+LATENT: dict[str, Any] = {
+    **{"multi_latent_attention": True, "q_lora_rank": None, "kv_lora_rank": 32},
+    **{"qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16},
+}
 RECIPES: list[dict[str, Any]] = [
     {"fp8": "hybrid", "fp8_recipe": "delayed"},
     {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
@@ -92,12 +99,17 @@ def test_attention_in_fp8_that_cudnn_lacks_is_refused() -> None:
         ({"num_query_groups": 1, "kv_channels": 8}, r"\+ 2 × num_query_groups\) × kv_channels \(48\) over .* \(2\)"),
         ({"num_moe_experts": 4, "moe_ffn_hidden_size": 40}, r"moe_ffn_hidden_size \(40\) must be"),
         ({"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 8}, "moe_shared_exp"),
+        ({"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_latent_size": 24}, r"moe_latent_size \(24\) must be"),
+        (LATENT | {"kv_lora_rank": 24}, r"kv_lora_rank \(24\) must be a multiple of 16 on each rank"),
+        (LATENT | {"qk_pos_emb_head_dim": 8}, r"kv_lora_rank \+ qk_pos_emb_head_dim \(40\) must be"),
+        (LATENT | {"v_head_dim": 4}, r"num_attention_heads × \(qk_head_dim \+ v_head_dim\) \(80\) over .* \(2\)"),
     ],
 )
 def test_sizes_that_fp8_products_cannot_have_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         precision_checks.check_fp8_sizes(fp8_config(**({"tensor_model_parallel_size": 2} | fields)))
-    precision_checks.check_fp8_sizes(fp8_config(tensor_model_parallel_size=2))
+    for attention in ({}, LATENT):
+        precision_checks.check_fp8_sizes(fp8_config(tensor_model_parallel_size=2, **attention))
 
 
 def test_delayed_scaling_looks_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +132,28 @@ def test_weights_in_fp8_are_one_thing_in_all_three_configs() -> None:
     optimizer_config.fp8_recipe = None
     with pytest.raises(ValueError, match=r"fp8_recipe is None, but weights are kept in FP8 .* by 'tensorwise'"):
         precision_checks.check_optimizer_precision(optimizer_config, config, ddp_config)
+    delayed = fp8_config(fp8_param=True, fp8_recipe="delayed")
+    aware = minloop.build_optimizer_config(delayed, ddp_config, lr=1e-3)
+    aware.use_precision_aware_optimizer = aware.store_param_remainders = True
+    with pytest.raises(ValueError, match="weights in FP8 have no remainders; set store_param_remainders=False"):
+        check_agreement(aware, delayed, ddp_config)
     with pytest.raises(ValueError, match="fp8_param=True with use_distributed_optimizer=False"):
         minloop.build_ddp_config(config)
     with pytest.raises(ValueError, match="fp8_param=True with fp8_param_gather=False"):
         minloop.build_ddp_config(config, use_distributed_optimizer=True, fp8_param_gather=False)
+
+
+def test_the_gpu_part_of_an_optimizer_on_the_cpu_waits_for_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    hybrid: Any = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer)
+    hybrid.gpu_optimizer, hybrid._d2h_stream = torch.optim.SGD([parameter], lr=1.0), "stream of copies"
+    outer: Any = SimpleNamespace(optimizer=hybrid)
+    await_gradients(outer)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=order.append))
+    hybrid.gpu_optimizer.register_step_post_hook(lambda *_: order.append("step"))
+    hybrid.gpu_optimizer.step()
+    assert order == ["stream of copies", "step"]
 
 
 def test_an_optimizer_on_the_cpu_says_what_it_needs() -> None:
@@ -180,3 +210,56 @@ def test_fp8_trains_like_bf16_and_its_cached_weights_are_never_stale(fields: dic
     assert evaluations[0] != evaluations[1]
     kept = 0 if "fp8_param" in fields else 2e-3  # weights in FP8 follow from the master weights
     assert evaluations[2] == pytest.approx(evaluations[1], rel=kept, abs=0)
+
+
+def _copies_in_fp8() -> str:
+    """What `check_replicas` says of weights in FP8 once one of them is doubled on one rank; before, nothing."""
+    state = small_state(**MODEL, **RECIPES[-1], ddp={"use_distributed_optimizer": True})
+    train(state, text_loader(state, 4), 1, 4)
+    minloop.check_replicas(state)
+    with minloop.gathered_parameters(state.chunks), torch.no_grad():
+        weight: Any = next(p for p in state.chunks[0].parameters() if is_float8tensor(p))
+        if torch.distributed.get_rank() == 1:
+            weight.copy_(2 * weight.dequantize())
+    with pytest.raises(RuntimeError) as error:
+        minloop.check_replicas(state)
+    minloop.shutdown_distributed()
+    return str(error.value)
+
+
+@pytest.mark.gpu
+def test_copies_of_weights_in_fp8_are_compared() -> None:
+    if not HAVE_TE:
+        pytest.skip("FP8 needs Transformer Engine")
+    for said in run_ranks(2, _copies_in_fp8):
+        assert "differs between data and context parallel ranks 0 and 1" in said
+
+
+def _scales(state: minloop.TrainState) -> list[torch.Tensor]:
+    modules: list[Any] = [module for module in state.chunks[0].modules() if hasattr(module, "fp8_meta")]
+    held = [states for module in modules if (states := module.get_fp8_meta_tensors())]
+    return [tensor for states in held for pair in states.values() for tensor in pair]
+
+
+def _scales_around_evaluations() -> list[list[torch.Tensor]]:
+    state = small_state(**MODEL, **RECIPES[0])
+    loader, found = text_loader(state, 4), list[list[torch.Tensor]]()
+    for steps in (0, 2):
+        train(state, loader, steps, 4)
+        found.append(_scales(state))
+        minloop.eval_step(state, loader, num_microbatches=1)
+        found.append(_scales(state))
+    minloop.shutdown_distributed()
+    return found
+
+
+@pytest.mark.gpu
+def test_an_evaluation_moves_no_scales() -> None:
+    if not HAVE_TE:
+        pytest.skip("FP8 needs Transformer Engine")
+    ((nothing, initial, trained, evaluated),) = run_ranks(1, _scales_around_evaluations)
+    assert not nothing
+    assert all(tensor.unique().item() in (0, 1) for tensor in initial)  # largest values, scales
+    assert len(trained) == len(evaluated) == len(initial) > 0
+    assert not all(torch.equal(one, other) for one, other in zip(initial, trained, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(trained, evaluated, strict=True))

@@ -368,7 +368,7 @@ def test_all_is_on_the_disk_before_it_has_a_name(tmp_path: Path) -> None:
 
 def weights_of(state: minloop.TrainState) -> str:
     with minloop.gathered_parameters(state.chunks):
-        weights = [p.detach().numpy().tobytes() for chunk in state.chunks for p in chunk.parameters()]
+        weights = [p.detach().cpu().numpy().tobytes() for chunk in state.chunks for p in chunk.parameters()]
     return hashlib.sha256(b"".join(weights)).hexdigest()
 
 

@@ -26,7 +26,7 @@ def said_by(error: type[Exception], function: Callable[..., object], *args: Any,
 
 
 def wrap(instances: int, ddp: dict[str, Any], change: Callable[[Any], object] = lambda chunk: None) -> list[Any]:
-    config = small_config(num_layers=1)
+    config = small_config(num_layers=1, gradient_accumulation_fusion=False)
     groups = minloop.init_distributed(config, seed=1, num_distributed_optimizer_instances=instances)
     chunks = minloop.build_gpt_model(config, groups, vocab_size=256, max_sequence_length=32)
     change(chunks[0])
@@ -68,7 +68,7 @@ def freeze_weights(chunk: torch.nn.Module) -> None:
 
 
 def add_unused(chunk: Any) -> None:
-    chunk.lonely = torch.nn.Linear(4, 4)
+    chunk.lonely = torch.nn.Linear(4, 4).cuda()
 
 
 def refusals() -> dict[str, str]:

@@ -43,7 +43,7 @@ def main(train_iters=10, devices=2, directory="checkpoints/fabric", **layout):
     fabric = Fabric(
         accelerator="cuda" if gpu else "cpu",
         devices=devices,
-        strategy="ddp_spawn" if not gpu else "ddp",
+        strategy="ddp_spawn",  # "ddp" would start this program again, whatever it is that called `main`
         loggers=CSVLogger(directory, flush_logs_every_n_steps=1),
     )
     launch: Any = fabric.launch  # whose annotation takes functions of one argument alone

@@ -39,7 +39,10 @@ def train_loop(settings):
     return losses
 
 
-def main(train_iters=10, num_workers=2, use_gpu=False, storage_path=None, **layout):
+def main(train_iters=10, num_workers=2, use_gpu=None, storage_path=None, **layout):
+    if use_gpu is None:  # Ray hides no GPUs from workers that ask for none, and with GPUs minloop refuses gloo
+        ray.init(ignore_reinit_error=True)
+        use_gpu = ray.cluster_resources().get("GPU", 0) >= num_workers
     settings = {
         "train_iters": train_iters,
         "layout": layout or {"tensor_model_parallel_size": 2},

@@ -177,9 +177,11 @@ def restore_rng_state(streams: dict[str, Any]) -> None:
     graph_safe = is_graph_safe_cuda_rng_tracker(tracker)
     torch.set_rng_state(streams["torch_rng_state"])
     torch.cuda.set_rng_state(streams["cuda_rng_state"])
-    tracker.set_states(
-        {
-            name: convert_cuda_rng_state(value, to_graphable=graph_safe)
-            for name, value in streams["rng_tracker_states"].items()
-        }
-    )
+    held, states = tracker.get_states(), dict[str, Any]()
+    for name, value in streams["rng_tracker_states"].items():
+        if graph_safe and isinstance(generator := held.get(name), torch.Generator):
+            generator.set_state(value)  # a captured graph goes on drawing from the generator that it knows
+            states[name] = generator
+        else:
+            states[name] = convert_cuda_rng_state(value, to_graphable=graph_safe)
+    tracker.set_states(states)

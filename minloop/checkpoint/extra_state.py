@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.safe_globals import SafeUnpickler
 
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain
+from minloop.messages import say_once
 
 EXTRA_STATE = "_extra_state"
 """Ends the keys of it, of grouped layers with the expert's number after it. Not all layers have some."""
@@ -54,6 +55,28 @@ def check_extra_states(saved: SavedCheckpoint, content: dict[str, Any]) -> None:
                 SafeUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
             except pickle.UnpicklingError as error:
                 raise CheckpointError(f"{saved.path}: {name} is refused ({error}); nothing of it was run") from error
+
+
+def leave_out_other_scales(saved: SavedCheckpoint, content: dict[str, Any]) -> None:
+    """Leave out delayed FP8 scales of grouped experts that ranks with another number of experts saved: they begin anew.
+
+    mcore cuts them as if all experts' inputs came first, then all weights (extensions/transformer_engine.py:2487), but
+    Transformer Engine has expert after expert: only with as many of them does each tensor get its own back.
+    """
+    record: dict[str, Any] = saved.common.get("minloop", {})
+    experts, ranks = record.get("architecture", {}).get("num_moe_experts"), record.get("layout", {}).get("ep")
+    if not (experts and ranks):
+        return
+    layers: dict[str, list[str]] = {}
+    for name in content:
+        if is_extra_state(name) and ".experts." in name and ".local_experts." not in name:
+            layers.setdefault(name.rpartition(EXTRA_STATE)[0], []).append(name)
+    for names in layers.values():
+        delayed = any(isinstance(content[name], torch.Tensor) and content[name].numel() for name in names)
+        if delayed and len(names) != experts // ranks:
+            say_once("FP8 scales of experts were not carried over: they belong to expert_model_parallel_size as saved")
+            for name in names:
+                del content[name]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from minloop.master_weights import MASTER, is_on_host, joined, make_missing_state, split
+
 FULLY_RESHARDABLE = "fully_reshardable"
 FLAT = "flat"
 """In the state of a parameter: this rank's range of each tensor, of which the rectangles are views."""
@@ -32,13 +34,20 @@ def sharded_content(
     Args:
         model: mcore's sharded state dict of the model.
     """
+    made_by_mcore = is_loading and is_on_host(optimizer)
+    if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not made_by_mcore:
+        make_missing_state(optimizer.optimizer)
     if is_loading:
         optimizer.load_state_dict(optimizer.state_dict())  # which makes moments where there are none yet
     state = {
         "param_state": _sharded_state(optimizer, model, is_loading),
         "param_state_sharding_type": FULLY_RESHARDABLE,
     }
-    return optimizer.state_dict() | state
+    own = optimizer.state_dict()
+    for group in own["optimizer"]["param_groups"]:  # in which mcore's optimizer on the CPU has classes
+        for name in [name for name, value in group.items() if callable(value)]:
+            del group[name]
+    return own | state
 
 
 def _sharded_state(optimizer: DistributedOptimizer, model: dict[str, Any], is_loading: bool) -> dict[int, Any]:
@@ -63,13 +72,19 @@ def load_state(optimizer: DistributedOptimizer, loaded: dict[int, Any], *, from_
     Args:
         from_weights: take the master weights from the weights, which were read before.
     """
+    on_host = is_on_host(optimizer)
     for number, (parameter, start, stop) in enumerate(_ranges(optimizer)):
         tensors = loaded[number][FLAT]
         if from_weights:
             tensors["param"].copy_(parameter.detach().reshape(-1)[start:stop])
-        on_device = {name: tensor.to(parameter.device) for name, tensor in tensors.items()}
+        # mcore's HybridDeviceOptimizer moves them to where each is wanted
+        device = "cpu" if on_host else parameter.device
+        on_device = {name: tensor.to(device) for name, tensor in tensors.items()}
+        if (found := _remainders(optimizer, parameter)) is not None:
+            weight, on_device["param"] = split(on_device["param"])
+            found[0].copy_(weight)
         optimizer._set_main_param_and_optimizer_states(parameter, on_device)  # pyright: ignore[reportPrivateUsage]
-    if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):  # mcore's HybridDeviceOptimizer
+    if on_host:
         cast(Any, optimizer.optimizer)._sync_hdo_state_to_sub_optimizers()
 
 
@@ -124,9 +139,19 @@ def _tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> 
     """
     held = optimizer._get_main_param_and_optimizer_states(parameter)  # pyright: ignore[reportPrivateUsage]
     tensors = {name: held[name].detach() for name in ("param", *optimizer.optimizer_state_keys)}
+    if (found := _remainders(optimizer, parameter)) is not None:
+        tensors["param"] = joined(*found)
     if optimizer.config.use_precision_aware_optimizer:
         return {name: tensor.float().cpu() for name, tensor in tensors.items()}
     return tensors
+
+
+def _remainders(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tuple[Any, Any] | None:
+    """This rank's range of bf16 weights, and what they lack of their master weights, where that alone is kept."""
+    group, place = optimizer.model_param_group_index_map[parameter]
+    weight = optimizer.optimizer.param_groups[group]["params"][place]
+    remainder = optimizer.optimizer.state.get(weight, {}).get(MASTER)
+    return (weight, remainder) if remainder is not None and remainder.dtype == torch.int16 else None
 
 
 def sharded_range(leaf: Any, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:

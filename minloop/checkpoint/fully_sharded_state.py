@@ -22,6 +22,7 @@ from minloop.checkpoint.full_names import FSDP_DTENSOR, OPTIMIZER_STATE, TORCH_D
 from minloop.checkpoint.optimizer_state import MASTER_WEIGHT_PREFIX, saved_progress
 from minloop.checkpoint.shards import FP32_PARAM, Shard, flat, own_shards
 from minloop.fully_sharded import FullySharded
+from minloop.master_weights import follow_weights
 from minloop.optimizer import inner_optimizers, is_torch_adam
 from minloop.state import TrainState
 
@@ -178,6 +179,7 @@ def take_over(state: TrainState, loaded: dict[str, Any]) -> None:
         for parameter in chunk.parameters():
             if (main := getattr(parameter, "main_param", None)) is not None:
                 flat(parameter).copy_(flat(main))
+    follow_weights(state.optimizer)
     with agreed(), letting_checked_states_in():
         put_the_rest(unwrapped(chunk), loaded["model"])
 
@@ -189,9 +191,10 @@ def set_step(state: TrainState, saved_optimizer: Any) -> None:
         if is_torch_adam(optimizer.optimizer):
             for own in optimizer.optimizer.state.values():
                 own["step"] = torch.full_like(own["step"], step)
-        elif step:
+        else:
             for group in optimizer.param_groups:
-                group["step"] = int(step)
+                if step or "step" in group:
+                    group["step"] = int(step)
 
 
 def put_the_rest(model: torch.nn.Module, loaded: dict[str, Any]) -> None:

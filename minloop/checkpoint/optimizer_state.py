@@ -20,11 +20,13 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from minloop.checkpoint import flat_ranges
 from minloop.everyone import from_all_ranks
 from minloop.layers.expert_products import are_joined
+from minloop.master_weights import is_on_host
 from minloop.optimizer import inner_optimizers, is_torch_adam, prepare_optimizer_state
 from minloop.state import TrainState
 
@@ -202,7 +204,8 @@ def load_optimizer(state: TrainState, loaded: dict[Any, Any], saved: Any, kind: 
     if fp8_weights:  # the saved ones were rounded by the scales of the layout that saved them
         for optimizer, _ in parts(state, loaded):
             cast(Any, optimizer)._copy_main_params_to_model_params()
-    if kind == "distributed" and (fp8_weights or not (state.config.bf16 or state.config.fp16)):
+    aware = state.optimizer.config.use_precision_aware_optimizer  # whose halves of bf16 weights round up
+    if kind == "distributed" and (fp8_weights or aware or not (state.config.bf16 or state.config.fp16)):
         # each rank's part of the weights is now that of the master weights, which may be finer than the saved weights
         for chunk in state.chunks:
             chunk.start_param_sync(force_sync=True)
@@ -214,7 +217,8 @@ def _own_settings(optimizer: torch.optim.Optimizer, step: float, kind: str) -> l
     groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
     if is_torch_adam(optimizer):
         return [group | {"step": step} for group in groups] if kind == "distributed" else groups
-    return [group | {"step": int(step)} for group in groups] if step else groups
+    counts = step or isinstance(optimizer, HybridDeviceOptimizer)  # which mcore has let take a step, to make its state
+    return [group | {"step": int(step)} if counts or "step" in group else group for group in groups]
 
 
 def _load_distributed(
@@ -241,3 +245,6 @@ def _load_distributed(
     for adam_state, step in zip(adam_states, steps, strict=True):
         if step is not None:
             adam_state["step"] = step
+    if is_on_host(optimizer):  # whose parts count on by themselves, but for this
+        for group in optimizer.optimizer.param_groups:
+            group.pop("step", None)

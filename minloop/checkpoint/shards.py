@@ -18,11 +18,16 @@ from minloop.architecture import unwrapped
 from minloop.checkpoint.extra_state import tell_copies_apart
 from minloop.checkpoint.flat_ranges import sharded_range
 from minloop.checkpoint.full_names import Place
+from minloop.master_weights import MASTER
 from minloop.optimizer import inner_optimizers
 from minloop.state import TrainState
 
 FP32_PARAM = "fp32_param"
 """mcore's name for the master weights of bf16 weights."""
+
+
+LEFT = ("step", MASTER)
+"""What is not read of an optimizer's state: the master weights in it are those of Megatron FSDP once more."""
 
 
 class Range(NamedTuple):
@@ -101,7 +106,7 @@ def own_shards(state: TrainState, metadata: dict[str, Any]) -> tuple[list[Shard]
         parameter = parameters[name]
         main = getattr(parameter, "main_param", None)
         own = states.get(id(parameter if main is None else main), {})
-        held = {kind: flat(tensor) for kind, tensor in own.items() if kind != "step" and torch.is_tensor(tensor)}
+        held = {kind: flat(tensor) for kind, tensor in own.items() if kind not in LEFT and torch.is_tensor(tensor)}
         if main is not None:
             held[FP32_PARAM] = flat(main)
         everywhere = next(iter(handle_experts_in_state_dict({name: None}, state.config.num_moe_experts)))

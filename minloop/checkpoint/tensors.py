@@ -10,17 +10,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.utils import (
+    _sharded_tensor_shard_id,  # pyright: ignore[reportPrivateUsage]
+    extract_sharded_base,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minloop.checkpoint.agreement import agreed
-from minloop.checkpoint.extra_state import EXTRA_STATE, check_extra_states
+from minloop.checkpoint.extra_state import EXTRA_STATE, check_extra_states, leave_out_other_scales
 from minloop.checkpoint.full_names import OPTIMIZER_STATE
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.restricted import read_safely
@@ -61,7 +64,7 @@ def read_tensors(
         _check_fit(saved, template, resize)
     strategy: Any = _KeepingStrategy(saved, resize)
     if replicas is not None and not resize and _exchange_pays(replicas):
-        strategy = FullyParallelLoadStrategyWrapper(_KeepingStrategy(saved, each_agreed=True), replicas)
+        strategy = _InPlaces(_KeepingStrategy(saved, each_agreed=True), replicas)
     with agreed(), read_safely(saved), without_warnings():
         # without the exchange of every rank's keys: nothing in here waits for another rank, but for the exchange
         answer = dist_checkpointing.load(
@@ -75,6 +78,7 @@ def read_tensors(
         for key, content in loaded.items():
             if key.startswith("model"):
                 check_extra_states(saved, content)
+                leave_out_other_scales(saved, content)
     return loaded
 
 
@@ -174,6 +178,20 @@ def _said_as_checkpoint_error(saved: SavedCheckpoint) -> Generator[None]:
 
 def _first(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+class _InPlaces(FullyParallelLoadStrategyWrapper):
+    """mcore's reading for each other, which on the GPU puts what others read for the CPU into tensors of its own."""
+
+    @staticmethod
+    def fill_in_deferred_sharded_tensors(sharded_state_dict: dict[str, Any], loaded_tensors: dict[Any, Any]) -> None:
+        places: dict[Any, torch.Tensor] = {}
+        for part in nested_values(sharded_state_dict):
+            place = part.data
+            if place is not None and place.device.type == "cpu" and not is_main_replica(part.replica_id):
+                name = _sharded_tensor_shard_id(part)
+                places[name] = place.copy_(loaded_tensors[name].view(place.shape))
+        FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors(sharded_state_dict, loaded_tensors | places)
 
 
 class _KeepingStrategy(TorchDistLoadShardedStrategy):

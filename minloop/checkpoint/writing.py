@@ -125,7 +125,7 @@ def _copied(buckets: list[WriteBucket], detached: bool) -> Iterator[WriteBucket]
         return not tensor.numel() or (tensor.device.type == "cpu" and not detached)
 
     moved = [tensor for _, _, (_, tensors) in buckets for _, tensor in tensors if not stays(tensor)]
-    room = _room(sum(map(_aligned_size, moved)), pinned=any(tensor.device.type == "cuda" for tensor in moved))
+    room = _room(sum(map(_aligned_size, moved)), pinned=torch.cuda.is_available())
     del moved
     start, arriving = 0, list[tuple[WriteBucket, torch.cuda.Event]]()
     for path, name, (objects, tensors) in buckets:

@@ -25,8 +25,8 @@ def offload(state: TrainState, kinds: Collection[str] = ALL) -> None:
         kinds: of "weights" (with the models' buffers), "gradients" and "optimizer" (its state and master weights).
             fp32 master weights that are the weights themselves, or shards of them, go with the weights.
     Raises:
-        ValueError: an unknown kind; a fully sharded model; weights kept in FP8; CUDA graphs, which remember where
-            memory was.
+        ValueError: an unknown kind; a fully sharded model; weights kept in FP8; CUDA graphs and buffers registered
+            with NCCL (`nccl_ub`), which remember where memory was.
         RuntimeError: a step in parts is under way, or a stream of the weights open.
     """
     _check(state, kinds, "offload")
@@ -66,6 +66,8 @@ def _check(state: TrainState, kinds: Collection[str], caller: str) -> None:
             f"fp8_param={state.config.fp8_param} and cuda_graph_impl={state.config.cuda_graph_impl!r}: weights kept in "
             "FP8 have no storage of their own, and graphs remember where memory was; offload needs False and 'none'"
         )
+    if state.chunks[0].ddp_config.nccl_ub:
+        raise ValueError("nccl_ub=True: NCCL keeps the buffers' addresses, and offload takes them away; it needs False")
     require_idle(state)
 
 
@@ -106,7 +108,8 @@ def _optimizer_tensors(state: TrainState) -> Iterator[torch.Tensor]:
         for group in inner.param_groups:
             yield from group["params"]
         for values in inner.state.values():
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+            held = (value for value in values.values() if isinstance(value, torch.Tensor))
+            yield from (getattr(value, "_data", value) for value in held)  # moments in FP8 have no storage of their own
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -86,6 +86,7 @@ def forward_backward(
         _without_reduction(state, 1.0 if state.config.calculate_per_token_loss else weight),
         exact_token_count(state.config, counting, step.tokens) as exact,
         state.auxiliary_losses.recording(),
+        _gradients_kept(state) if step.num_microbatches else contextlib.nullcontext(),
     ):
         step.reports += run_schedule(state, batches, batches.take(), exact, forward_only=False)
     for name, total in state.auxiliary_losses.reduce(state.config, state.groups, 1).items():
@@ -156,6 +157,23 @@ def _without_reduction(state: TrainState, weight: float) -> Generator[None]:
     finally:
         for name, value in before.items():
             setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def _gradients_kept(state: TrainState) -> Generator[None]:
+    """While inside, the schedule's first microbatch is not one of a step: in FP8 Transformer Engine would cast the same
+    weights again, and write `main_grad` anew (its linear.py:1576), without the gradients of the calls before."""
+    for chunk in state.chunks:
+        vars(chunk)["set_is_first_microbatch"] = _nothing
+    try:
+        yield
+    finally:
+        for chunk in state.chunks:
+            del vars(chunk)["set_is_first_microbatch"]
+
+
+def _nothing() -> None:
+    """In place of `set_is_first_microbatch`."""
 
 
 def _counting_step(

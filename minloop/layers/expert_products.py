@@ -60,6 +60,8 @@ def join_weights(layer: Any) -> None:
         del layer._parameters[name]
     for name, weight in zip(reversed(names), reversed(weights), strict=True):  # mcore's buffers begin with the last
         layer.register_parameter(name, weight)
+    # One by one, the first call would else write `main_grad` anew, without what was added to it together.
+    layer.is_first_microbatch = False
     layer.forward = ExpertProducts(layer, names)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     gather_from_tensor_model_parallel_region,
@@ -9,6 +10,22 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from torch import Tensor
+
+
+def gathered(part: Tensor, config: ModelParallelConfig, group: Any) -> Tensor:
+    """[s, b, h / ranks] → [s, b, h]; with sequence parallelism of all tokens → of this rank's part of them."""
+    output = gather_from_tensor_model_parallel_region(part, group=group)
+    return scatter_to_sequence_parallel_region(output, group=group) if config.sequence_parallel else output
+
+
+def gather_by_hidden_dimension(layer: Any) -> None:
+    """Mend mcore's `TELayerNormColumnParallelLinearGathered`, which pads its output in the same wrong dimension."""
+    product: Any = type(layer).__mro__[1].forward
+
+    def forward(x: Tensor, **_unused: Any) -> tuple[Tensor, None]:
+        return gathered(product(layer, x)[0], layer.config, layer._tp_group), None
+
+    layer.forward = forward
 
 
 class TorchColumnParallelLinearGathered(ColumnParallelLinearGathered):
@@ -23,7 +40,4 @@ class TorchColumnParallelLinearGathered(ColumnParallelLinearGathered):
     ) -> tuple[Tensor, None]:
         """[s, b, h] → [s, b, h]; s is this rank's part of the sequence with sequence parallelism."""
         part: Tensor = ColumnParallelLinear.forward(self, input_, weight)[0]
-        output = gather_from_tensor_model_parallel_region(part, group=self.tp_group)
-        if self.config.sequence_parallel:
-            output = scatter_to_sequence_parallel_region(output, group=self.tp_group)
-        return output, None
+        return gathered(part, self.config, self.tp_group), None

@@ -4,13 +4,17 @@ import copy
 from importlib import import_module
 from typing import Any
 
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.heterogeneous import linear_replacements
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
-from torch.nn import Module
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+from torch.nn import Module, Parameter
 
 from minloop.layers.flash_window import mend_flash_attention
+from minloop.layers.gathered_linear import gather_by_hidden_dimension
 from minloop.layers.weight_gradient import provide_weight_gradient
 
 
@@ -27,26 +31,61 @@ def install_kernels(config: TransformerConfig) -> None:
 def fuse_rope_where_it_fits(chunk: Module, config: TransformerConfig) -> None:
     """With `fused_single_qkv_rope`, let each call of an attention decide whether its product is rotated in one kernel.
 
-    mcore insists on it in every call, though its function knows plain RoPE only, and no packed sequences.
+    mcore insists on it in every call, though its function knows plain RoPE only, and no packed sequences, and of a
+    group of heads that ranks share it would take all queries, not this rank's (mcore's attention.py:1908). Rotations
+    of packed sequences in one kernel leave out YaRN's factor, and begin anew in the tokens' own positions of mRoPE
+    (mcore's rope_utils.py:319): these go without `apply_rope_fusion`.
     """
-    if not config.fused_single_qkv_rope:
-        return
-    if getattr(chunk, "position_embedding_type", None) != "rope":
-        config.fused_single_qkv_rope = False
-        return
-    for module in chunk.modules():
-        if isinstance(module, SelfAttention):
-            module.register_forward_pre_hook(_rotate_as_fits, with_kwargs=True)
-            module.register_forward_hook(_rotate_fused, always_call=True)
+    kind = getattr(chunk, "position_embedding_type", None)
+    attentions = [module for module in chunk.modules() if isinstance(module, SelfAttention)]
+    for own in (config, *(attention.config for attention in attentions)):  # heterogeneous layers have their own
+        own.apply_rope_fusion = own.apply_rope_fusion and kind not in ("yarn", "mrope")
+        own.fused_single_qkv_rope = own.fused_single_qkv_rope and kind == "rope"
+    if config.fused_single_qkv_rope:
+        for attention in attentions:
+            attention.register_forward_pre_hook(_rotate_as_fits, with_kwargs=True)
+            attention.register_forward_hook(_rotate_fused, always_call=True)
 
 
 def _rotate_as_fits(attention: Any, _: Any, options: dict[str, Any]) -> None:
     apart = options.get("packed_seq_params"), options.get("inference_context")
-    attention.config.fused_single_qkv_rope = apart == (None, None) and options.get("rotary_pos_emb") is not None
+    fits = apart == (None, None) and options.get("rotary_pos_emb") is not None
+    attention.config.fused_single_qkv_rope = fits and attention.config.num_query_groups >= attention.world_size
 
 
 def _rotate_fused(attention: Any, *_: Any) -> None:
     attention.config.fused_single_qkv_rope = True
+
+
+def adapt_layers(chunk: Module, config: TransformerConfig) -> None:
+    """Mend Transformer Engine's layers where mcore leaves something out."""
+    if config.transformer_impl == "transformer_engine":
+        mark_sinks(chunk)
+        add_up_repeated_layers(chunk)
+        for module in chunk.modules():
+            if isinstance(module, getattr(linear_replacements, "TELayerNormColumnParallelLinearGathered", ())):
+                gather_by_hidden_dimension(module)
+
+
+def mark_sinks(chunk: Module) -> None:
+    """Say of the learned logits of sinks that ranks have those of other heads: norms would count the first rank's."""
+    for module in chunk.modules():
+        offset = getattr(module, "softmax_offset", None)
+        if isinstance(offset, Parameter) and not hasattr(offset, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(offset, True, 0, 1)
+
+
+def add_up_repeated_layers(chunk: Module) -> None:
+    """Let a layer that all depths of multi-token prediction share add to `main_grad` whenever it is called.
+
+    In a first microbatch Transformer Engine writes `main_grad` anew (its linear.py:1576), and the first depth, whose
+    backward pass comes last, would wipe out what others added.
+    """
+    for block in chunk.modules():
+        if isinstance(block, MultiTokenPredictionBlock) and block.mtp_use_repeated_layer:
+            for module in block.modules():
+                if hasattr(module, "is_first_microbatch"):
+                    vars(module)["disable_parameter_transpose_cache"] = True
 
 
 def adapt_experts(chunk: Module, config: TransformerConfig) -> None:

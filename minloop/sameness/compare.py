@@ -1,5 +1,6 @@
 """Do two layouts train the same model? Their first step compared, layer by layer and gradient by gradient."""
 
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from minloop.checkpoint import load_checkpoint, save_checkpoint
 from minloop.data import Batch, num_microbatches
 from minloop.distributed import shutdown_distributed
 from minloop.fully_sharded import refuse_fully_sharded
+from minloop.messages import say_once
 from minloop.sameness.full_tensors import from_first_rank
 from minloop.sameness.record import OTHERWISE, LayoutRecord, record_layout
 from minloop.sameness.replicas import check_replicas
@@ -85,10 +87,11 @@ def compare_layouts[Config: TransformerConfig](
     """Compare what two layouts make of the same weights and the same global batch, on the ranks there are.
 
     The model is built in layout `reference` and saved, then rebuilt in layout `other` and loaded: what differs beyond
-    rounding (some 1e-6 in fp32) is wrong in one of them, and `first_difference` is where to look. Both layouts must fit
-    the number of ranks; what a layout does not use is data parallel. The config must be without dropout. A fully
-    sharded model is compared by hand: load one checkpoint into both kinds, and compare losses and `full_weights` after
-    a step of `train_step`.
+    rounding (some 1e-6 in fp32) is wrong in one of them, and `first_difference` is where to look. On a GPU, set
+    NVIDIA_TF32_OVERRIDE=0 before the program starts: Transformer Engine rounds what it multiplies in fp32 to TF32.
+    Both layouts must fit the number of ranks; what a layout does not use is data parallel. The config must be without
+    dropout. A fully sharded model is compared by hand: load one checkpoint into both kinds, and compare losses and
+    `full_weights` after a step of `train_step`.
 
     Args:
         build: makes a training state of a config, from `init_distributed` on; groups are destroyed in between.
@@ -109,6 +112,7 @@ def compare_layouts[Config: TransformerConfig](
             try:
                 state = build(config)
                 refuse_fully_sharded(state.chunks, f"compare_layouts: {OTHERWISE}")
+                _say_what_rounds(state.config)
                 check_replicas(state)  # which loading would make equal
                 if config is reference:
                     folder = from_first_rank(folder, state.groups)
@@ -121,6 +125,15 @@ def compare_layouts[Config: TransformerConfig](
             finally:
                 shutdown_distributed()
     return differences
+
+
+def _say_what_rounds(config: TransformerConfig) -> None:
+    of_transformer_engine = config.transformer_impl == "transformer_engine" and config.params_dtype == torch.float32
+    if of_transformer_engine and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        say_once(
+            "Transformer Engine multiplies fp32 as TF32, of 11 bits, by which layouts differ far beyond 1e-6: set "
+            "NVIDIA_TF32_OVERRIDE=0 before the program starts to compare what fp32 makes of them"
+        )
 
 
 def _forward_order(name: str) -> tuple[bool, bool, int, str]:

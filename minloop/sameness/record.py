@@ -19,6 +19,7 @@ from minloop.fully_sharded import refuse_fully_sharded
 from minloop.layers.context_parallel import gather_sequence
 from minloop.losses import reduce_reports
 from minloop.microbatches import Microbatches
+from minloop.precision_checks import remember_fp8_scales
 from minloop.sameness.full_tensors import full_gradients, gather_objects
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState, require_optimizer
@@ -84,9 +85,10 @@ def record_layout(
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
     buffers = [(buffer, buffer.clone()) for model in unwrapped_models(state) for buffer in model.buffers()]
-    reports = _run(state, batches, forward_step, forward_only=False)
+    undo, reports = remember_fp8_scales(state.chunks, config), _run(state, batches, forward_step, forward_only=False)
     for buffer, before in buffers:  # a step moves the bias of a router's experts
         buffer.copy_(before)
+    undo()
     losses, _ = reduce_reports(state, reports, forward_step)
     record = LayoutRecord(gradients=full_gradients(state))
     own = (state.groups.dp.rank(), _names(batches), recorder.outputs, _sequence_parallel_weights(state))

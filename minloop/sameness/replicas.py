@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import is_float8tensor
 
 from minloop.checkpoint.content import unwrapped_models
 from minloop.data_parallel import gathered_parameters
@@ -117,6 +118,8 @@ def _differences(shared: _Shared) -> list[str]:
 
 def _checksums(weight: torch.Tensor) -> torch.Tensor:
     """Two int64 sums: of a tensor's bits, and of squares of its bits with their places mixed in, modulo 2**64."""
+    if is_float8tensor(weight):  # its bytes are not of the dtype that it says
+        weight = weight.dequantize()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     bits = weight.detach().contiguous().view(integer).flatten().to(torch.int64)
     mixed = bits + torch.arange(1, bits.numel() + 1, device=bits.device) * 0x9E3779B97F4A7C1
