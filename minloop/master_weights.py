@@ -3,7 +3,7 @@
 mcore's own functions that bring weights and master weights together then do nothing (distrib_optimizer.py:2785, 3086).
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -58,6 +58,7 @@ def follow_weights(optimizer: MegatronOptimizer) -> None:
         inner: Any = one.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
             inner.update_fp32_param_by_new_param()
+            cast(Any, inner)._sync_sub_optimizers_state_to_hdo()  # or a save before the next step has the old ones
         elif inner is not None and hasattr(inner, "set_scaled_state"):
             for parameter, held in inner.state.items():
                 if MASTER in held:

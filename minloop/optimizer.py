@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config
 from minloop.fully_sharded import FullySharded
 from minloop.groups import as_the_world
 from minloop.messages import without_warnings
+from minloop.optimizer_config_checks import check_precision_aware
 from minloop.precision_checks import check_optimizer_precision
 
 OPTIMIZERS = ("adam", "sgd", "lion", "muon")
@@ -135,13 +136,8 @@ def check_agreement(
                 f"{expected}: use build_optimizer_config, or give both the same value"
             )
     check_optimizer_precision(optimizer_config, config, ddp_config)
-    remainders = optimizer_config.use_precision_aware_optimizer and optimizer_config.store_param_remainders
-    in_fp8 = config.fp8_param and config.fp8_recipe == "delayed"  # others' master weights are mcore's
-    if remainders and in_fp8 and not optimizer_config.optimizer_cpu_offload:
-        raise ValueError(
-            "store_param_remainders=True (its default) with use_precision_aware_optimizer=True and fp8_param=True: "
-            "weights in FP8 have no remainders; set store_param_remainders=False"
-        )
+    if optimizer_config.use_precision_aware_optimizer:
+        check_precision_aware(optimizer_config, config)
 
 
 def _check_emerging(optimizer_config: OptimizerConfig, config: TransformerConfig) -> None:
@@ -178,9 +174,14 @@ def await_gradients(optimizer: MegatronOptimizer) -> None:
     """
     for outer in inner_optimizers(optimizer):
         inner: Any = outer.optimizer
-        if isinstance(inner, HybridDeviceOptimizer) and inner.gpu_optimizer is not None:
-            stream: Any = inner._d2h_stream  # pyright: ignore[reportPrivateUsage]  # has no public name
-            inner.gpu_optimizer.register_step_pre_hook(partial(_wait_for, stream))
+        if isinstance(inner, HybridDeviceOptimizer):
+            _await(inner)
+            inner.register_load_state_dict_post_hook(_await)  # mcore's, called before it, makes the parts anew
+
+
+def _await(inner: Any) -> None:
+    if inner.gpu_optimizer is not None:
+        inner.gpu_optimizer.register_step_pre_hook(partial(_wait_for, inner._d2h_stream))
 
 
 def _wait_for(stream: torch.cuda.Stream, *_: Any) -> None:
@@ -210,11 +211,12 @@ def prepare_optimizer_state(optimizer: MegatronOptimizer) -> None:
                 # ZeRO-1's shard of an fp32 weight is no leaf: torch would warn wherever mcore looks at its .grad.
                 if not parameter.is_leaf:
                     parameter.retain_grad()
-                state = inner.state[parameter]
+                # an empty state would be taken for one that is there
                 if is_torch_adam(inner):
+                    state = inner.state[parameter]
                     state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).clone()
                 elif init_state is None and group.get("momentum"):
-                    state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+                    inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
         if init_state is None:
             outer.init_state_fn = _state_exists
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
 
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Fields of `OptimizerConfig` that only a precision-aware optimizer may have at another dtype than fp32."""
@@ -42,3 +44,33 @@ def check_optimizer_fields(fields: Mapping[str, Any]) -> None:
             "use_precision_aware_optimizer=True needs Transformer Engine's Adam, which is not installed (pip install "
             "transformer-engine[pytorch]): set use_precision_aware_optimizer=False"
         )
+
+
+def check_precision_aware(optimizer_config: OptimizerConfig, config: TransformerConfig) -> None:
+    """Refuse weights that a precision-aware optimizer would not update, save or load right.
+
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    if optimizer_config.optimizer_cpu_offload:
+        if not (config.bf16 or config.fp16):
+            raise ValueError(
+                "optimizer_cpu_offload=True with bf16=False and fp16=False: when it loads, mcore's optimizer on the "
+                "CPU finds no weights in fp32; set bf16=True, or optimizer_cpu_offload=False"
+            )
+        return
+    if not config.fp8_param:
+        return
+    if config.fp8_recipe == "delayed":
+        if optimizer_config.store_param_remainders:
+            raise ValueError(
+                "store_param_remainders=True (its default) with use_precision_aware_optimizer=True and fp8_param=True: "
+                "weights in FP8 have no remainders; set store_param_remainders=False"
+            )
+        return
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):  # master weights are mcore's, and moments saved as they are
+        if (dtype := getattr(optimizer_config, name)) not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{name}={dtype} with fp8_param=True and fp8_recipe={config.fp8_recipe!r}, with which mcore saves it "
+                "without its scale: set it to torch.bfloat16 or torch.float32"
+            )

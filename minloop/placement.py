@@ -4,10 +4,14 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_attr_wrapped_model
 
 from minloop.architecture import unwrapped
 from minloop.data import Batch, CheckedBatch, check_token_ids, slice_batch_for_context_parallel, to_device
+
+HEEDED = {AttnMaskType.padding, AttnMaskType.padding_causal, AttnMaskType.arbitrary}
+"""Kinds of attention in which Transformer Engine reads a mask."""
 
 
 class PlacedBatch(dict[str, torch.Tensor]):
@@ -23,7 +27,7 @@ def place_batch(batch: Batch, model: torch.nn.Module) -> PlacedBatch:
     """
     if isinstance(batch, PlacedBatch):
         return batch
-    if "attention_mask" in batch:
+    if batch.get("attention_mask") is not None:
         _check_mask_is_heeded(model)
     if not isinstance(batch, CheckedBatch):
         check_token_ids(batch, model_attribute(model, "vocab_size"))
@@ -48,7 +52,8 @@ def _check_mask_is_heeded(model: torch.nn.Module) -> None:
     chunk: Any = unwrapped(model)
     if not isinstance(chunk, LanguageModule) or chunk.config.params_dtype == torch.float32:
         return
-    if chunk.config.transformer_impl == "transformer_engine":
+    kinds = {getattr(module, "attn_mask_type", None) for module in chunk.modules()}
+    if chunk.config.transformer_impl == "transformer_engine" and not kinds & HEEDED:
         raise ValueError(
             "the batch has an attention_mask, which Transformer Engine's causal attention ignores in bf16 and fp16: "
             "leave it out (create_attention_mask=False) or set transformer_impl='local'; to keep documents apart use "

@@ -219,8 +219,8 @@ def remember_fp8_scales(chunks: Sequence[torch.nn.Module], config: Any) -> Calla
     Transformer Engine notes the largest values of every pass, of an evaluation, too, and scales the next passes by them
     (quantization.py, `DelayedScalingRecipeState`); its own capture of graphs puts them back, too (graph.py).
     """
-    delayed = chunks if config.fp8 and config.fp8_recipe == "delayed" else ()
-    modules: list[Any] = [module for chunk in delayed for module in chunk.modules() if hasattr(module, "fp8_meta")]
+    in_fp8 = chunks if config.fp8 else ()  # attention in FP8 scales by a history with other recipes, too
+    modules: list[Any] = [module for chunk in in_fp8 for module in chunk.modules() if hasattr(module, "fp8_meta")]
     before = [(module, module.get_fp8_meta_tensors()) for module in modules if _looks_back(module)]
 
     def put_back() -> None:

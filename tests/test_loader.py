@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.enums import AttnMaskType
 from ranks import run_ranks
 from small import SEQUENCE_LENGTH, VOCAB_SIZE, WIDE, Text, rounding, shared_state, small_state, text_loader, train
 from test_data import Numbers, groups, samples
@@ -127,6 +128,13 @@ def test_an_attention_mask_that_would_be_ignored_is_refused():
         message = "causal attention ignores .*create_attention_mask=False.* transformer_impl='local'"
         with pytest.raises(ValueError if ignored else RuntimeError, match=message if ignored else "vocab_size"):
             minloop.place_batch(batch, chunk)
+    chunk.config = SimpleNamespace(params_dtype=torch.bfloat16, transformer_impl="transformer_engine")
+    with pytest.raises(RuntimeError, match="vocab_size"):
+        minloop.place_batch({"attention_mask": None}, chunk)  # pyright: ignore[reportArgumentType]  # as some have it
+    chunk.attention = torch.nn.Identity()
+    vars(chunk.attention)["attn_mask_type"] = AttnMaskType.padding
+    with pytest.raises(RuntimeError, match="vocab_size"):
+        minloop.place_batch(batch, chunk)
 
 
 def with_and_without_a_mask() -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """FP8's errors and advice, by config alone; that it trains is seen where there is a GPU."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from small import WIDE, small_config, small_state, text_loader, train
 import minloop
 from minloop import precision_checks
 from minloop.optimizer import await_gradients, check_agreement
+from minloop.optimizer_config_checks import check_precision_aware
 
 MODEL: dict[str, Any] = WIDE | {"bf16": True}
 LATENT: dict[str, Any] = {
@@ -147,13 +149,46 @@ def test_the_gpu_part_of_an_optimizer_on_the_cpu_waits_for_its_gradients(monkeyp
     order: list[Any] = []
     parameter = torch.nn.Parameter(torch.zeros(1))
     hybrid: Any = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer)
-    hybrid.gpu_optimizer, hybrid._d2h_stream = torch.optim.SGD([parameter], lr=1.0), "stream of copies"
+    torch.optim.Optimizer.__init__(hybrid, [parameter], {"lr": 1.0})
+
+    def make_parts(_: Any) -> None:
+        hybrid.gpu_optimizer, hybrid._d2h_stream = torch.optim.SGD([parameter], lr=1.0), f"stream {len(order)}"
+        hybrid.gpu_optimizer.register_step_post_hook(lambda *_: order.append("step"))
+
+    make_parts(hybrid)
+    hybrid.register_load_state_dict_post_hook(make_parts)  # as mcore does
     outer: Any = SimpleNamespace(optimizer=hybrid)
     await_gradients(outer)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=order.append))
-    hybrid.gpu_optimizer.register_step_post_hook(lambda *_: order.append("step"))
     hybrid.gpu_optimizer.step()
-    assert order == ["stream of copies", "step"]
+    torch.optim.Optimizer.load_state_dict(hybrid, torch.optim.Optimizer.state_dict(hybrid))
+    hybrid.gpu_optimizer.step()
+    assert order == ["stream 0", "step", "stream 2", "step"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({}, {"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True with bf16=False and fp16=False"),
+        (
+            {"fp8_param": True},
+            {"exp_avg_sq_dtype": torch.float16},
+            "exp_avg_sq_dtype=torch.float16 with fp8_param=True",
+        ),
+        ({"fp8_param": True, "fp8_recipe": "delayed"}, {}, "set store_param_remainders=False"),
+        ({"fp8_param": True}, {"exp_avg_dtype": torch.bfloat16}, None),
+    ],
+)
+def test_what_a_precision_aware_optimizer_would_get_wrong_is_refused(
+    fields: dict[str, Any], options: dict[str, Any], message: str | None
+) -> None:
+    names = {"bf16": bool(fields), "fp16": False, "fp8_param": False, "fp8_recipe": "tensorwise"}
+    config: Any = SimpleNamespace(**names | fields)
+    moments = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
+    given: Any = SimpleNamespace(optimizer_cpu_offload=False, store_param_remainders=True, **moments)
+    vars(given).update(options)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_precision_aware(given, config)
 
 
 def test_an_optimizer_on_the_cpu_says_what_it_needs() -> None:

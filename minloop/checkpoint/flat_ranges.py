@@ -35,7 +35,7 @@ def sharded_content(
         model: mcore's sharded state dict of the model.
     """
     made_by_mcore = is_loading and is_on_host(optimizer)
-    if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not made_by_mcore:
+    if optimizer.config.use_precision_aware_optimizer and not made_by_mcore:
         make_missing_state(optimizer.optimizer)
     if is_loading:
         optimizer.load_state_dict(optimizer.state_dict())  # which makes moments where there are none yet
@@ -142,14 +142,21 @@ def _tensors(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> 
     if (found := _remainders(optimizer, parameter)) is not None:
         tensors["param"] = joined(*found)
     if optimizer.config.use_precision_aware_optimizer:
+        if (weight := _own_weight(optimizer, parameter)).dtype == torch.float32 and not is_on_host(optimizer):
+            tensors["param"] = weight.detach()  # Transformer Engine updates it, and not the copy that it keeps
         return {name: tensor.float().cpu() for name, tensor in tensors.items()}
     return tensors
 
 
+def _own_weight(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's range of the parameter, as the optimizer inside mcore's has it."""
+    group, place = optimizer.model_param_group_index_map[parameter]
+    return optimizer.optimizer.param_groups[group]["params"][place]
+
+
 def _remainders(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> tuple[Any, Any] | None:
     """This rank's range of bf16 weights, and what they lack of their master weights, where that alone is kept."""
-    group, place = optimizer.model_param_group_index_map[parameter]
-    weight = optimizer.optimizer.param_groups[group]["params"][place]
+    weight = _own_weight(optimizer, parameter)
     remainder = optimizer.optimizer.state.get(weight, {}).get(MASTER)
     return (weight, remainder) if remainder is not None and remainder.dtype == torch.int16 else None
 
