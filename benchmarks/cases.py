@@ -96,11 +96,15 @@ def row(run: Run, result: Result, warmup: int) -> dict[str, Any]:
 
 
 def write(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write the rows, in the place of earlier ones of the same cases."""
+    """Write the rows, in the place of earlier ones of the same cases, of the same shape on as many GPUs."""
+
+    def key(made: dict[str, Any]) -> list[str]:
+        return [made["case"], *made.get("words", [])[:2]]
+
     earlier = json.loads(file.read_text())["rows"] if file.exists() else []
-    cases = {made["case"] for made in rows}
+    cases = [key(made) for made in rows]
     file.parent.mkdir(exist_ok=True)
-    kept = [old for old in earlier if old["case"] not in cases]
+    kept = [old for old in earlier if key(old) not in cases]
     file.write_text(json.dumps({"machine": machine(), "rows": kept + rows}, indent=1) + "\n")
 
 

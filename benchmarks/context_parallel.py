@@ -13,7 +13,7 @@ recomputed. Rows go to results/context_parallel.json after each.
 import sys
 from typing import Any
 
-from benchmarks.cases import keep, read_cases, run_cases
+from benchmarks.cases import keep, read_cases, run_cases, that_fit
 from benchmarks.memory import FULL
 
 DEFAULTS = {
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     asked = read_cases(sys.argv[1:], CASES, DEFAULTS)
     given = {word.split("=", 1)[0] for word in sys.argv[1:]}
     kept = {name: {key: value for key, value in case.items() if key not in given} for name, case in CASES.items()}
-    keep(run_cases(asked, kept), "context_parallel.json")
+    keep(run_cases(that_fit(asked, kept), kept), "context_parallel.json")

@@ -1,11 +1,12 @@
 """What saves memory, how much, and what it costs in speed: shape D, each way of saving in its own run.
 
-    PYTHONPATH=$PWD python benchmarks/memory.py                      # every case, about a minute each
+    PYTHONPATH=$PWD OMP_NUM_THREADS=16 python benchmarks/memory.py   # every case, about a minute each
     PYTHONPATH=$PWD python benchmarks/memory.py plain offload steps=4 timeout=120
 
-Words are names of CASES, all if there is none, and `name=value`: `steps=3`, `warmup=1`, `timeout=90` seconds of a case,
+Words are names of CASES, all if there is none, and `name=value`: `steps=3`, `warmup=1`, `timeout=240` seconds a case,
 `shape=D`, `gpus=2`, `global_batch_size=8`. Rows go to results/memory.json after every case: the highest peak over
-steps, tokens per second and GPU, and what `minloop.estimate_memory` says of the same configs.
+steps, tokens per second and GPU, and what `minloop.estimate_memory` says of the same configs. An optimizer on the CPU
+steps with OMP_NUM_THREADS threads a rank; with one where several ranks are started without it.
 """
 
 import sys
@@ -16,7 +17,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 
 import minloop
-from benchmarks.cases import keep, read_cases, run_cases, that_fit
+from benchmarks.cases import keep, one_run, read_cases, run_cases, that_fit
 from benchmarks.shapes import Run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -77,7 +78,8 @@ def estimate(run: Run, fields: dict[str, Any]) -> minloop.MemoryEstimate:
 
 def with_estimate(made: dict[str, Any], run: Run) -> dict[str, Any]:
     """A case's row, with the estimate beside what it measured."""
-    expected = estimate(run, CASES[made["case"]])
+    fields = CASES[made["case"]]
+    expected = estimate(one_run(run, fields), fields)
     parts = asdict(expected) | {"total": expected.total}
     made["estimate_gib"] = {part: round(size / 2**30, 2) for part, size in parts.items()}
     if made.get("peak_gib"):  # none on a CPU
@@ -86,7 +88,7 @@ def with_estimate(made: dict[str, Any], run: Run) -> dict[str, Any]:
 
 
 def main(given: list[str]) -> None:
-    counts = {"shape": "D", "gpus": "2", "global_batch_size": "8", "steps": "3", "warmup": "1", "timeout": "90"}
+    counts = {"shape": "D", "gpus": "2", "global_batch_size": "8", "steps": "3", "warmup": "1", "timeout": "240"}
     asked = that_fit(read_cases(given, CASES, counts), CASES)
     keep((with_estimate(made, asked.run) for made in run_cases(asked, CASES)), "memory.json")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.cases import keep, read_cases, run_cases, that_fit
 
-DEFAULTS = {"shape": "E", "steps": "7", "warmup": "4", "timeout": "150"}
+DEFAULTS = {"shape": "E", "steps": "7", "warmup": "4", "timeout": "240"}
 CASES: dict[str, dict[str, Any]] = {
     "all_fused": {},
     "no_permute_fusion": {"moe_permute_fusion": False},

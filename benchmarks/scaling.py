@@ -1,12 +1,13 @@
 """How much of one GPU's speed is left on two and four?  Shape C with more tokens for more GPUs, or split over them.
 
-    PYTHONPATH=$PWD CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/scaling.py      # every case, about 80 s each
+    PYTHONPATH=$PWD CUDA_DEVICE_MAX_CONNECTIONS=1 UB_SKIPMC=1 python benchmarks/scaling.py   # about 80 s a case
     PYTHONPATH=$PWD python benchmarks/scaling.py dp1 dp2 steps=12
     PYTHONPATH=$PWD python benchmarks/scaling.py shape=tiny tp_comm_overlap=False   # small enough for a CPU
 
 Words as cases.py says, and fields of the cases, in the place of their own. Data parallel cases (ZeRO-1) give every GPU
 16 microbatches, so that the whole batch grows with the GPUs. Tensor parallel cases split the batch of one GPU's case,
-dp1, with sequence parallelism and `tp_comm_overlap`. A case that needs more GPUs than there are is left out.
+dp1, with sequence parallelism and `tp_comm_overlap` (UB_SKIPMC=1: without NVLink multicast, which not every machine
+grants). A case that needs more GPUs than there are is left out.
 "efficiency" is the rate per GPU over that of the first case of the call, "of_product" the same with each rate over that
 of a large matrix product beside it, so that a colder chip counts for nothing. Rows go to results/scaling.json.
 """

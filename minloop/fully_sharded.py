@@ -14,6 +14,7 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallelConfig,
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer import MegatronModule
@@ -122,6 +123,7 @@ def _end(reference: weakref.ref[Any]) -> None:
         chunk.synchronize_param_gather()
         for hook in chunk.module.grad_acc_hooks.values():  # with them the model is never collected
             hook.remove()
+    get_global_memory_buffer().buffer.clear()  # of layers, with fsdp_double_buffer: it outlives every model
 
 
 def _wrap_torch(

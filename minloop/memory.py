@@ -178,6 +178,7 @@ def _optimizer(
             weight, gradient = _precision_aware(config, optimizer_config), 0
     if optimizer_config.optimizer_cpu_offload:
         here = round(here * (1 - optimizer_config.optimizer_offload_fraction))
+        weight += 0 if _in_fp32(ddp_config) else 4  # fp32 copies of their gradients, which stay
     return here * (weight + moments), here * gradient
 
 

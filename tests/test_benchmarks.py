@@ -122,6 +122,9 @@ def test_cases_of_memory_say_what_they_expect() -> None:
     run = read_run(["D", "gpus=2", "global_batch_size=8"])
     plain, mlp = (memory.estimate(run, memory.CASES[name]) for name in ("plain", "recompute_mlp"))
     assert plain.total - mlp.total > 20 * 2**30
+    on_one_gpu = memory.with_estimate({"case": "one_gpu_offload"}, run)["estimate_gib"]
+    # half of all, as on each of two GPUs, but with fp32 copies of bf16 gradients
+    assert on_one_gpu["optimizer"] == pytest.approx(plain.optimizer / 2**30 * 4 / 3, abs=0.01)
     words = cases.words(memory.CASES["bf16_moments"])
     assert throughput.read("exp_avg_dtype", words["exp_avg_dtype"]) is torch.bfloat16
 
@@ -212,6 +215,14 @@ def test_more_gpus_have_more_tokens_or_share_them() -> None:
     made = {"tokens_per_s_per_gpu": 98.0, "product_tflops": [685, 695]}
     assert scaling.against(first, made) == {"efficiency": 0.98, "of_product": pytest.approx(0.9871)}
     assert scaling.against(first, {"error": "exit code 1"}) == {}
+
+
+def test_a_row_replaces_that_of_the_same_case_and_shape(tmp_path: Path) -> None:
+    rows = [{"case": "plain", "words": words, "peak_gib": 1} for words in (["D", "gpus=2"], ["C", "gpus=1"])]
+    again = rows[0] | {"words": ["D", "gpus=2", "steps=4"]}
+    for made in (*rows, again):
+        cases.write([made], tmp_path / "rows.json")
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == [rows[1], again]
 
 
 def test_resharding_replaces_its_own_row_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

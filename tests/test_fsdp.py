@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from ranks import run_ranks
 from sameness_cases import MOE, RECIPE, SP
 from small import MICRO_BATCH_SIZE, WIDE, rounding, small_config, small_state, text_loader, train
@@ -79,6 +80,7 @@ def observe(size: int = MICRO_BATCH_SIZE, steps: int = STEPS, **options: Any) ->
     if options.get("ddp") and readable:
         check_weights_travel(state)
     minloop.shutdown_distributed()
+    assert not get_global_memory_buffer().buffer  # of layers, with fsdp_double_buffer
     seen = {name: torch.tensor(value, dtype=torch.float64) for name, value in seen.items()}
     return seen | ({"change": torch.cat(changes)} if changes else {})
 
@@ -229,10 +231,11 @@ def refusals() -> list[str]:
     }
     expect(ValueError, small_state, ddp=megatron(), optimizer=offload)
     minloop.shutdown_distributed()
-    ddp_config = minloop.build_ddp_config(config, use_distributed_optimizer=True)
-    optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=1.0, **offload)
+    half = small_config(bf16=True)
+    ddp_config = minloop.build_ddp_config(half, use_distributed_optimizer=True)
+    optimizer_config = minloop.build_optimizer_config(half, ddp_config, lr=1.0, **offload)
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
-        expect(ValueError, check_optimizer_config, optimizer_config, config, ddp_config)
+        expect(ValueError, check_optimizer_config, optimizer_config, half, ddp_config)
     expect(ValueError, small_state, ddp=megatron(), optimizer={"optimizer": "sgd"})
     minloop.shutdown_distributed()
     groups = minloop.init_distributed(config, seed=1)

@@ -92,8 +92,11 @@ def llama(num_layers: int, **fields: Any) -> minloop.TransformerConfig:
     return minloop.build_config(**(sizes | kernels | dropout | SWIGLU | {"num_query_groups": 8} | fields))
 
 
-def estimate(config: minloop.TransformerConfig, world_size: int, **optimizer: Any) -> minloop.MemoryEstimate:
-    ddp_config = minloop.build_ddp_config(copy.copy(config), use_distributed_optimizer=True)
+def estimate(
+    config: minloop.TransformerConfig, world_size: int, *, in_fp32: bool = True, **optimizer: Any
+) -> minloop.MemoryEstimate:
+    fields = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": in_fp32}
+    ddp_config = minloop.build_ddp_config(copy.copy(config), **fields)
     optimizer_config = minloop.build_optimizer_config(config, ddp_config, lr=1e-4)
     for name, value in optimizer.items():  # which mcore refuses to build without Transformer Engine
         setattr(optimizer_config, name, value)
@@ -206,10 +209,12 @@ def test_what_saves_memory_saves_it() -> None:
     assert estimate(llama(16, recompute_granularity="selective", recompute_modules=["mlp"]), 2).activations == (
         plain.activations - 16 * (hidden + 3 * 2 * 14336 * 8192)
     )
-    moments = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    moments: dict[str, Any] = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
     assert estimate(config, 2, **PRECISION_AWARE, **moments).optimizer * 2 == plain.optimizer
-    offloaded = PRECISION_AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}
+    offloaded: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}
+    offloaded |= PRECISION_AWARE
     assert estimate(config, 2, **offloaded).optimizer * 4 == plain.optimizer
+    assert estimate(config, 2, in_fp32=False, **offloaded).optimizer * 3 == plain.optimizer  # and fp32 gradients
     eight_bits = copy.copy(config)
     eight_bits.fp8 = "hybrid"  # 27.6 thousand tokens a second with 4 GiB more, as measured
     assert (estimate(eight_bits, 2).total - plain.total) / GIB == pytest.approx(4, abs=0.5)
