@@ -24,7 +24,7 @@ from minloop.determinism import check_deterministic_environment, deterministic_a
 from minloop.fsdp_checks import check_instances
 from minloop.launch import claim_gpu, find_launch, meet
 from minloop.messages import say_once
-from minloop.precision_checks import forget_fp8_scales
+from minloop.traces import forget_fp8_scales
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """In which mcore numbers ranks: tensor parallel ranks are neighbours, pipeline stages far apart."""

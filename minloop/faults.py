@@ -26,9 +26,9 @@ from minloop.everyone import from_all_ranks, over_all_ranks
 from minloop.fault_places import any_wrong_gradient, look
 from minloop.messages import logger
 from minloop.microbatches import Microbatches
-from minloop.precision_checks import remember_fp8_scales
 from minloop.state import TrainState
 from minloop.step import Computed
+from minloop.traces import remember_traces
 
 Policy = Literal["raise", "skip"]
 
@@ -123,7 +123,7 @@ class FaultGuard:
             )
         iteration = state.iteration + 1
         streams = rng_streams() if self.rerun else {}
-        put_back = _remember_buffers(state)
+        put_back = remember_traces(state.chunks, state.config)
         computed = compute()
         if iteration in self.iterations_to_skip:
             put_back()
@@ -208,20 +208,6 @@ class FaultGuard:
         if self.loss_spike is None or len(self._losses) < (self._losses.maxlen or 0):
             return False
         return loss > self.loss_spike * statistics.median(self._losses) > 0
-
-
-def _remember_buffers(state: TrainState) -> Callable[[], None]:
-    """Return a function that puts back what a step changes with its gradients alone: experts' bias, FP8's scales."""
-    modules: list[Any] = [chunk.module for chunk in state.chunks]
-    before = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    put_scales_back = remember_fp8_scales(state.chunks, state.config)
-
-    def put_back() -> None:
-        for buffer, value in before:
-            buffer.copy_(value)
-        put_scales_back()
-
-    return put_back
 
 
 def _say(message: str, level: int) -> None:

@@ -4,7 +4,6 @@ Of Transformer Engine's cache of FP8 weights a loop need know nothing: mcore's s
 of a step, and of an evaluation, that weights have changed (`set_is_first_microbatch` of the DDP wrapper).
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -201,40 +200,6 @@ def fp8_advice(config: Any) -> list[str]:
         f"fp8={config.fp8!r} with hidden_size ({config.hidden_size}) below {SMALL_HIDDEN_SIZE}: quantising costs more "
         "than such small products save, and bf16 trains faster; set fp8=None"
     ]
-
-
-def forget_fp8_scales() -> None:
-    """Drop the scales of 'delayed' FP8, which Transformer Engine keeps for the whole process.
-
-    It would go on to update those of models that are gone, over process groups that are gone, with the next model's.
-    """
-    manager = getattr(fp8_utils, "FP8GlobalStateManager", None)  # not there without Transformer Engine
-    if manager is not None:
-        manager.reset()
-
-
-def remember_fp8_scales(chunks: Sequence[torch.nn.Module], config: Any) -> Callable[[], None]:
-    """Return a function that puts back what 'delayed' FP8 knows of the sizes of values, as it is now.
-
-    Transformer Engine notes the largest values of every pass, of an evaluation, too, and scales the next passes by them
-    (quantization.py, `DelayedScalingRecipeState`); its own capture of graphs puts them back, too (graph.py).
-    """
-    in_fp8 = chunks if config.fp8 else ()  # attention in FP8 scales by a history with other recipes, too
-    modules: list[Any] = [module for chunk in in_fp8 for module in chunk.modules() if hasattr(module, "fp8_meta")]
-    before = [(module, module.get_fp8_meta_tensors()) for module in modules if _looks_back(module)]
-
-    def put_back() -> None:
-        for module, tensors in before:
-            if _looks_back(module):
-                module.reset_fp8_meta_tensors(tensors)  # None, if there was no pass yet: the initial ones
-
-    return put_back
-
-
-def _looks_back(module: Any) -> bool:
-    """Whether a module of Transformer Engine's scales by a history: its attention may by each tensor itself."""
-    metas = module.fp8_meta
-    return all(hasattr(metas[key], "amax_history") for key in ("scaling_fwd", "scaling_bwd") if key in metas)
 
 
 def refuse_fp8_weights(config: Any, what: str) -> None:

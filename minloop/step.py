@@ -15,9 +15,9 @@ from minloop.data_parallel import gathered_parameters
 from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import place_batch
-from minloop.precision_checks import remember_fp8_scales
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState, advance, agree_on_batch, require_memory, require_optimizer
+from minloop.traces import remember_fp8_scales
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 STAGES = """
 messages disk cpu determinism spelling combined_checks context_parallel_checks expert_checks fsdp_checks graph_checks
 ignored_checks kernel_checks memory_checks optimizer_config_checks precision_checks tensor_parallel_checks checks config
-launch alive distributed groups everyone tp_overlap
+launch alive traces distributed groups everyone tp_overlap
 layers architecture meta_device model hybrid_pattern hybrid cuda_graph advice wrapping_checks
 fully_sharded master_weights data_parallel optimizer
 lr_schedule moe state signals stragglers data losses microbatches placement packed schedule injection step evaluation

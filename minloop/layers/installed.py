@@ -93,7 +93,8 @@ def adapt_experts(chunk: Module, config: TransformerConfig) -> None:
     sort_tokens_once(chunk)
     if config.transformer_impl == "transformer_engine":
         let_experts_have_no_token(chunk)
-        let_experts_have_biases(chunk)
+        if config.add_bias_linear:
+            let_experts_have_biases(chunk)
 
 
 def sort_tokens_once(chunk: Module) -> None:

@@ -19,11 +19,11 @@ from minloop.fully_sharded import refuse_fully_sharded
 from minloop.layers.context_parallel import gather_sequence
 from minloop.losses import reduce_reports
 from minloop.microbatches import Microbatches
-from minloop.precision_checks import remember_fp8_scales
 from minloop.sameness.full_tensors import full_gradients, gather_objects
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState, require_optimizer
 from minloop.step import evaluating, gpt_forward_step
+from minloop.traces import remember_traces
 
 OTHERWISE = "train both from one checkpoint and compare losses and full_weights after a step, or"
 """What to do with fully sharded models."""
@@ -84,11 +84,9 @@ def record_layout(
     for chunk in state.chunks:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    buffers = [(buffer, buffer.clone()) for model in unwrapped_models(state) for buffer in model.buffers()]
-    undo, reports = remember_fp8_scales(state.chunks, config), _run(state, batches, forward_step, forward_only=False)
-    for buffer, before in buffers:  # a step moves the bias of a router's experts
-        buffer.copy_(before)
-    undo()
+    put_back = remember_traces(state.chunks, config)
+    reports = _run(state, batches, forward_step, forward_only=False)
+    put_back()
     losses, _ = reduce_reports(state, reports, forward_step)
     record = LayoutRecord(gradients=full_gradients(state))
     own = (state.groups.dp.rank(), _names(batches), recorder.outputs, _sequence_parallel_weights(state))
