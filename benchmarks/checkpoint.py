@@ -39,6 +39,7 @@ import minloop
 from benchmarks.shapes import SHAPES, Run, read_run
 from benchmarks.throughput import batches, build
 from minloop.checkpoint.writing import writers
+from minloop.disk import LOCK
 from minloop.optimizer import inner_optimizers
 
 RESULT = Path(__file__).parent / "results" / "checkpoint.json"
@@ -78,11 +79,15 @@ def first() -> bool:
 
 
 def emptied(directory: Path) -> Path:
-    """The directory, with nothing in it, for one checkpoint."""
+    """The directory, with nothing in it but the lock of this run, for one checkpoint."""
     dist.barrier()
     if first():
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
     dist.barrier()
     return directory
 

@@ -202,6 +202,7 @@ def test_what_is_public_is_documented(public_name: str):
 IMPORT_AND_COMPARE = """
 import json, logging, os, signal, sys
 import torch, torch.distributed
+import torch._dynamo  # which wraps torch.manual_seed; Transformer Engine imports it
 
 def state():
     owners = {"torch": torch, "Tensor": torch.Tensor, "cuda": torch.cuda, "distributed": torch.distributed}

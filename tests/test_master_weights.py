@@ -34,7 +34,7 @@ class LikeTransformerEngines(torch.optim.Optimizer):
         assert options["use_decoupled_grad"]
 
     def initialize_state(self, parameter: Any, store_param_remainders: bool) -> None:
-        moments = {name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")}
+        moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         master = (
             torch.zeros_like(parameter, dtype=torch.int16) if store_param_remainders else parameter.detach().float()
         )
@@ -96,11 +96,11 @@ def precision_aware() -> Generator[None]:
 
 
 class OnHost(TorchFunctionMode):
-    """What mcore would make on the GPU, for ranks that read for each other, is made on the CPU."""
+    """Without a GPU, what mcore would make on it, for ranks that read for each other, is made on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        return func(*args, **options | ({"device": "cpu"} if options.get("device") == "cuda" else {}))
+        options, missing = kwargs or {}, not torch.cuda.is_available()
+        return func(*args, **options | ({"device": "cpu"} if missing and options.get("device") == "cuda" else {}))
 
 
 def masters(state: Any) -> list[torch.Tensor]:

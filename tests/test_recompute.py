@@ -84,8 +84,8 @@ def results(fields: dict[str, Any], kinds: list[dict[str, Any]]) -> list[list[to
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recomputing_changes_nothing(model: str, layout: str) -> None:
     world_size, sizes = LAYOUTS[layout]
-    if model == "experts" and sizes == TP:
-        sizes = SP  # mcore's experts need sequence parallelism
+    if model in ("experts", *(["latent"] if torch.cuda.is_available() else [])) and sizes == TP:
+        sizes = SP  # mcore's experts need sequence parallelism, and Transformer Engine's latent attention
     kinds = KINDS[model] + ([full("uniform", 1, distribute_saved_activations=True)] if sizes == TP else [])
     for plain, *recomputed in run_ranks(world_size, results, MODELS[model] | sizes, [{}, *kinds]):
         for kind, values in zip(kinds, recomputed, strict=True):

@@ -20,7 +20,8 @@ class TorchMLASelfAttention(MLASelfAttention):
     takes this rank's slice: right for the latent, whose gradient the up projection has summed over the ranks, but the
     rotary key would keep the gradient of this rank's heads alone. And without sequence parallelism mcore sums the
     gradient of every `q_layernorm` over the ranks, as if it were a norm of this rank's heads: here each rank has all of
-    it.
+    it. With sequence parallelism the up projections gather a part of a tensor (the latent, beside the rotary key),
+    which NCCL takes only as a tensor of its own.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -29,6 +30,10 @@ class TorchMLASelfAttention(MLASelfAttention):
         if self.tp_group.size() > 1 and not self.config.sequence_parallel and norm is not None:
             for parameter in norm.parameters():
                 parameter.average_gradients_across_tp_domain = True
+        if self.config.sequence_parallel:
+            for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+                if projection := getattr(self, name, None):
+                    projection.register_forward_pre_hook(_contiguous)
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """[s, b, h] → the query's latent, and the key-value latent with the rotary key, [s, b, latent + rotary].
@@ -46,3 +51,7 @@ class TorchMLASelfAttention(MLASelfAttention):
             return query, scatter_to_sequence_parallel_region(combined, group=group)
         latent, rotary = combined.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         return query, torch.cat([latent, copy_to_tensor_model_parallel_region(rotary, group=group)], dim=-1)
+
+
+def _contiguous(_: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].contiguous(), *inputs[1:]
