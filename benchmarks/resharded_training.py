@@ -33,7 +33,8 @@ from sameness_cases import LLAMA, ZERO1, layout
 from small import small_state, text_loader, train
 
 import minloop
-from benchmarks.sameness_gpu import SEEDS, round_otherwise, worst
+from benchmarks.sameness_gpu import SEEDS, worst
+from benchmarks.weights import round_otherwise
 
 RESULTS = Path(__file__).parent / "results" / "resharded_training.json"
 TRAINED, CONTINUED, FP32_LIMIT = 10, 20, 1e-4

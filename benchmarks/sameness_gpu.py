@@ -32,6 +32,7 @@ from sameness_cases import LLAMA, SP, ZERO1, layout
 from small import shared_state, text_loader, train
 
 import minloop
+from benchmarks.weights import round_otherwise
 
 RESULTS = Path(__file__).parent / "results" / "sameness_gpu.json"
 STEPS, SEEDS = 20, range(1, 8)
@@ -79,16 +80,6 @@ LAYOUTS = {
         )
     },
 }
-
-
-def round_otherwise(state, seed):
-    """Move about half of the bf16 weights to a neighbouring number; replicas move alike."""
-    generator = torch.Generator(next(state.chunks[0].parameters()).device).manual_seed(seed)
-    for chunk in state.chunks:
-        for parameter in chunk.parameters():
-            random = torch.rand(parameter.shape, generator=generator, device=parameter.device)
-            parameter.data.copy_(parameter.data.float() * (1 + (random - 0.5) * 2**-7))
-    state.optimizer.reload_model_params()
 
 
 def run(directory, options, *, first=False, rounding_seed=None):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from benchmarks.shapes import Shape
+from minloop import TrainState
 
 STD = 0.02
 
@@ -41,6 +42,16 @@ def draw(name: str, shape: Shape, device: torch.device) -> Tensor:
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     weight = torch.empty(sizes[kind], device=device).normal_(0, STD, generator=generator)
     return weight.bfloat16().float()
+
+
+def round_otherwise(state: TrainState, seed: int) -> None:
+    """Move about half of the bf16 weights to a neighbouring number; replicas move alike."""
+    generator = torch.Generator(next(state.chunks[0].parameters()).device).manual_seed(seed)
+    for chunk in state.chunks:
+        for parameter in chunk.parameters():
+            random = torch.rand(parameter.shape, generator=generator, device=parameter.device)
+            parameter.data.copy_(parameter.data.float() * (1 + (random - 0.5) * 2**-7))
+    state.optimizer.reload_model_params()
 
 
 @torch.no_grad()

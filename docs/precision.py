@@ -11,7 +11,8 @@ from axes import TOP, WIDTH, frame
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "precision.json"
-COLOURS = ("#24292f", "#0969da", "#54aeff", "#bf3989", "#1a7f37", "#bc4c00", "#8250df")
+COLOURS = ("#24292f", "#57606a", "#8c959f", "#0969da", "#54aeff", "#bf3989", "#1a7f37", "#bc4c00", "#8250df", "#9a6700")
+COLOURS += ("#1b7c83", "#cf222e")
 LAST = 20  # iterations whose mean is printed
 
 
