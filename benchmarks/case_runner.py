@@ -5,7 +5,8 @@
 
 A word without "=" begins a run; all have as many GPUs. Each prints what throughput.py prints. Where it leaves more on a
 GPU than workspaces of libraries, the processes end, as the next run's peak of memory would not be its own. `results`
-starts such processes, and new ones for what is left after that, or after a run that failed.
+starts such processes, and new ones for what is left after that, or after a run that failed. A run that runs out of
+memory after others is made once more in new processes: what they left may have been in its way.
 """
 
 import gc
@@ -31,6 +32,14 @@ LEFT = 2**28
 
 NOT_FREE = "are still allocated on a GPU"
 
+NO_MEMORY = ("out of memory", "OutOfMemoryError", "ALLOC_FAILED")
+"""Words of torch, NCCL, cuBLAS and cuDNN where a GPU is full."""
+
+
+def ran_out(text: str) -> bool:
+    """Whether a run's output or error says that a GPU had too little memory."""
+    return any(word in text for word in NO_MEMORY)
+
 
 def results(runs: list[Run], timeout: int) -> Iterator[Result | RuntimeError]:
     """Make each run, neighbours of as many GPUs in the same processes; what it gave, as it comes, or why it failed.
@@ -51,6 +60,7 @@ def together(runs: list[Run], timeout: int) -> Iterator[Result | RuntimeError]:
     command = torchrun(runs[0], str(ROOT / "benchmarks" / "case_runner.py"))
     command += [word for run in runs[1:] for word in run.words]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    place = 0
     with subprocess.Popen(command, env=environment({}), cwd=ROOT, **pipes) as process:
         try:
             for place in range(len(runs)):
@@ -60,6 +70,9 @@ def together(runs: list[Run], timeout: int) -> Iterator[Result | RuntimeError]:
                     return
                 yield Result.read(output)
         except RuntimeError as error:
+            if place > 0 and ran_out(str(error)):
+                print(f"run {place} of these processes ran out of memory: once more in its own", flush=True)
+                return
             yield error
         finally:
             process.terminate()  # torchrun then ends its workers, which killing it would leave on the GPU
@@ -69,7 +82,8 @@ def read(process: subprocess.Popen[str], timeout: int, *, last: bool) -> str:
     """Return what the next run prints; of the last one, when the processes have ended.
 
     Raises:
-        RuntimeError: they failed, or it took too long and they were ended; with the end of the run's output.
+        RuntimeError: they failed, or it took too long and they were ended, before it had a result; with the end of
+            the run's output.
     """
     begin, output = time.monotonic(), ""
     timer = threading.Timer(timeout, process.terminate)
@@ -84,8 +98,9 @@ def read(process: subprocess.Popen[str], timeout: int, *, last: bool) -> str:
         timer.cancel()
     if time.monotonic() - begin >= timeout:
         output += f"\nended after {timeout} s"
-    if code != 0:
-        raise RuntimeError(f"minloop: exit code {code}; its output ends with: {last_words(output)}")
+    if code != 0 and not any(line.startswith(throughput.RESULT) for line in output.splitlines()):
+        full = "a GPU is out of memory; " if ran_out(output) else ""  # of which the last words may say nothing
+        raise RuntimeError(f"minloop: {full}exit code {code}; its output ends with: {last_words(output)}")
     return output
 
 
@@ -105,12 +120,13 @@ def free() -> int:
     if base := sys.modules.get("transformer_engine.pytorch.module.base"):
         vars(base)["_dummy_wgrads"].clear()  # a gradient of each shape of weight, 1 GiB of the output layer alone
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()  # pinned memory, of an optimizer on the CPU
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 
 def main(words: list[str]) -> None:
-    if torch.cuda.is_available():  # throughput.py measures a product before a group is made
+    if torch.cuda.is_available():  # `free` looks at it
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, world_size = next(rendezvous("env://"))
     for number, run in enumerate(split(words)):
@@ -124,6 +140,7 @@ def main(words: list[str]) -> None:
                 if rank == 0:
                     print(f"{left / 2**20:.0f} MiB {NOT_FREE}: processes of their own for what is left", flush=True)
                 return
+        sys.excepthook = sys.__excepthook__  # every default group adds one more "[rank0]: " to a traceback's lines
         throughput.main(run)
 
 

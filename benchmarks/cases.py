@@ -96,15 +96,19 @@ def row(run: Run, result: Result, warmup: int) -> dict[str, Any]:
 
 
 def write(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write the rows, in the place of earlier ones of the same cases, of the same shape on as many GPUs."""
+    """Write the rows, in the place of earlier ones of the same cases, of the same shape on as many GPUs.
+
+    One that failed takes no other's place than that of one that failed, too.
+    """
 
     def key(made: dict[str, Any]) -> list[str]:
         return [made["case"], *made.get("words", [])[:2]]
 
     earlier = json.loads(file.read_text())["rows"] if file.exists() else []
-    cases = [key(made) for made in rows]
     file.parent.mkdir(exist_ok=True)
-    kept = [old for old in earlier if key(old) not in cases]
+    measured = [key(old) for old in earlier if "error" not in old]
+    rows = [made for made in rows if "error" not in made or key(made) not in measured]
+    kept = [old for old in earlier if key(old) not in [key(made) for made in rows]]
     file.write_text(json.dumps({"machine": machine(), "rows": kept + rows}, indent=1) + "\n")
 
 

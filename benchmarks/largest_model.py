@@ -6,9 +6,9 @@ for.
     PYTHONPATH=$PWD python benchmarks/largest_model.py shape=tiny budget=0.165
 
 Words as cases.py says, and `budget=128`, the GiB that `minloop.estimate_memory` may expect. It says how many layers
-fit; three steps with so many show whether they do. If not, a sixteenth is taken off, up to `TRIES` runs in all, each
-after the other cases' runs. Models of fully sharded kinds are built in parts (`init_model_with_meta_device`). Rows go
-to results/largest_model.json.
+fit; three steps with so many show whether they do. If a GPU is full, a sixteenth is taken off, up to `TRIES` runs in
+all, each after the other cases' runs; any other failure is the case's row. Models of fully sharded kinds are built in
+parts (`init_model_with_meta_device`). Rows go to results/largest_model.json.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import minloop
+from benchmarks.case_runner import ran_out
 from benchmarks.cases import Asked, keep, read_cases, run_cases, words
 from benchmarks.fsdp import MEGATRON, TORCH
 from benchmarks.memory import FULL, estimate
@@ -70,7 +71,7 @@ def largest(asked: Asked, budget: float) -> Iterator[dict[str, Any]]:
             name = made["case"]
             made = with_size(made, asked.run, layers.pop(name)) | {"tries": tried}
             fewer = made["num_layers"] * 15 // 16
-            if "error" not in made or tried == TRIES or fewer == 0:
+            if not ran_out(made.get("error", "")) or tried == TRIES or fewer == 0:
                 yield made
             else:
                 layers[name] = fewer

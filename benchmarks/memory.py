@@ -79,7 +79,10 @@ def estimate(run: Run, fields: dict[str, Any]) -> minloop.MemoryEstimate:
 def with_estimate(made: dict[str, Any], run: Run) -> dict[str, Any]:
     """A case's row, with the estimate beside what it measured."""
     fields = CASES[made["case"]]
-    expected = estimate(one_run(run, fields), fields)
+    try:
+        expected = estimate(one_run(run, fields), fields)
+    except ValueError as error:  # mostly the run's own, which does not end the others
+        return {"error": str(error)} | made
     parts = asdict(expected) | {"total": expected.total}
     made["estimate_gib"] = {part: round(size / 2**30, 2) for part, size in parts.items()}
     if made.get("peak_gib"):  # none on a CPU

@@ -1,17 +1,18 @@
 """How much of one GPU's speed is left on two and four?  Shape C with more tokens for more GPUs, or split over them.
 
-    PYTHONPATH=$PWD CUDA_DEVICE_MAX_CONNECTIONS=1 UB_SKIPMC=1 python benchmarks/scaling.py   # about 80 s a case
+    PYTHONPATH=$PWD CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/scaling.py   # about 80 s a case
     PYTHONPATH=$PWD python benchmarks/scaling.py dp1 dp2 steps=12
     PYTHONPATH=$PWD python benchmarks/scaling.py shape=tiny tp_comm_overlap=False   # small enough for a CPU
 
 Words as cases.py says, and fields of the cases, in the place of their own. Data parallel cases (ZeRO-1) give every GPU
 16 microbatches, so that the whole batch grows with the GPUs. Tensor parallel cases split the batch of one GPU's case,
-dp1, with sequence parallelism and `tp_comm_overlap` (UB_SKIPMC=1: without NVLink multicast, which not every machine
-grants). A case that needs more GPUs than there are is left out.
+dp1, with sequence parallelism and `tp_comm_overlap`, without NVLink multicast, which not every machine grants, unless
+UB_SKIPMC=0 is set. A case that needs more GPUs than there are is left out.
 "efficiency" is the rate per GPU over that of the first case of the call, "of_product" the same with each rate over that
 of a large matrix product beside it, so that a colder chip counts for nothing. Rows go to results/scaling.json.
 """
 
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ def compared(asked: Asked, cases: dict[str, dict[str, Any]]) -> Iterator[dict[st
 
 
 def main(words: list[str]) -> None:
+    os.environ.setdefault("UB_SKIPMC", "1")  # for the processes that train
     given = {word.split("=", 1)[0] for word in words if "=" in word}
     cases = {name: {key: value for key, value in case.items() if key not in given} for name, case in CASES.items()}
     keep(compared(that_fit(read_cases(words, cases, DEFAULTS), cases), cases), "scaling.json")

@@ -143,6 +143,7 @@ def product_rate(seconds: float = 0.5) -> float:
     """TFLOP/s of a bf16 product of 8192 × 8192 random matrices: what the chip gives now, as warm as it is."""
     if not torch.cuda.is_available():
         return 0.0
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))  # no group has chosen it yet
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times: list[float] = []
     while sum(times) < seconds:
@@ -179,7 +180,7 @@ def profile(state: minloop.TrainState, data: Iterator[minloop.Batch], count: int
     with torch.profiler.profile(activities=kinds) as profiler:
         minloop.train_step(state, data, num_microbatches=count)
         torch.cuda.synchronize()
-    events: list[Any] = [*profiler.key_averages()]
+    events: list[Any] = [e for e in profiler.key_averages() if not e.is_user_annotation]  # around kernels in the list
     kernels = sorted((e for e in events if e.device_type.name == "CUDA"), key=lambda e: -e.self_device_time_total)
     host = [e for e in events if e.key.startswith(("cuda", "cu", "aten::item", "aten::copy_"))]
     with open(file, "w") as out:

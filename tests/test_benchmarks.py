@@ -180,6 +180,8 @@ for place, name in enumerate(word for word in sys.argv[1:] if "=" not in word):
     print("run", name, flush=True)
     if name == "B":
         raise ValueError("no room")
+    if name == "E" and place or name == "tiny":
+        raise RuntimeError("CUDA out of memory")
     if name == "D":
         time.sleep(60)
     print(json.dumps({"step_ms": [os.getpid()], "losses": [1.0], "peak_memory_gib": 1.0}), flush=True)
@@ -193,6 +195,11 @@ for place, name in enumerate(word for word in sys.argv[1:] if "=" not in word):
     pids = [result.step_ms[0] for result in (first, second, *others) if isinstance(result, Result)]
     assert pids[0] == pids[1]
     assert len({*pids[1:]}) == len(others) + 1 == 5
+    first, again, full = case_runner.results([read_run([name]) for name in ("A", "E", "tiny")], 30)
+    assert isinstance(first, Result)
+    assert isinstance(again, Result)
+    assert first.step_ms != again.step_ms
+    assert str(full).endswith("RuntimeError: CUDA out of memory")
     (late,) = case_runner.results([read_run(["D"])], 1)
     assert str(late).endswith("ended after 1 s")
 
@@ -222,6 +229,7 @@ def test_a_row_replaces_that_of_the_same_case_and_shape(tmp_path: Path) -> None:
     again = rows[0] | {"words": ["D", "gpus=2", "steps=4"]}
     for made in (*rows, again):
         cases.write([made], tmp_path / "rows.json")
+    cases.write([again | {"error": "exit code 1"}], tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == [rows[1], again]
 
 
@@ -253,18 +261,21 @@ def test_the_largest_model_has_fewer_layers_after_a_failure(monkeypatch: pytest.
     assert none[0]["error"].startswith("not even one layer fits budget=1 GiB: it is expected to take 18")
     most = [largest_model.most_layers(asked.run, largest_model.CASES[name], 128) for name in asked.names]
     tried: list[list[int]] = []
+    full = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
     def results(runs: list[Run], _: int) -> list[Result | RuntimeError]:
         tried.append([run.shape.num_layers for run in runs])
         few = [run.shape.num_layers < most[0] for run in runs]
-        return [Result([1.0, 1.0], [2.0], 1.0) if fits else RuntimeError("no room") for fits in few]
+        return [Result([1.0, 1.0], [2.0], 1.0) if fits else RuntimeError(full) for fits in few]
 
     monkeypatch.setattr(cases, "results", results)
     zero1, torch_fsdp = largest_model.largest(asked, 128)
     fewer = [layers * 15 // 16 for layers in most]
     assert tried == [most, fewer, [fewer[1] * 15 // 16]]
     assert (zero1["num_layers"], zero1["tries"], zero1.get("error")) == (fewer[0], 2, None)
-    assert (torch_fsdp["num_layers"], torch_fsdp["tries"], torch_fsdp["error"]) == (tried[2][0], 3, "no room")
+    assert (torch_fsdp["num_layers"], torch_fsdp["tries"], torch_fsdp["error"]) == (tried[2][0], 3, full)
+    tried, full = [], "ValueError: no such field"
+    assert [made["tries"] for made in largest_model.largest(asked, 128)] == [1, 1]
 
 
 def test_precisions_read_the_same_text() -> None:
