@@ -21,7 +21,7 @@ import torch.distributed as dist
 from minloop.checkpoint import load_checkpoint
 from minloop.checkpoint.background import wait_for_pending
 from minloop.checkpoint.content import restore_rng_state, rng_streams
-from minloop.checkpoint.save import Loaders
+from minloop.checkpoint.loaders import Loaders
 from minloop.everyone import from_all_ranks, over_all_ranks
 from minloop.fault_places import any_wrong_gradient, look
 from minloop.messages import logger

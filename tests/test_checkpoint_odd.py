@@ -25,6 +25,12 @@ from minloop.checkpoint.reading import SavedCheckpoint
 LAYOUT: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2}
 
 
+def damage(file: Path) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+
+
 class Position:
     """A loader that has whatever position it is given."""
 
@@ -184,9 +190,7 @@ def test_a_directory_of_checkpoints_is_none_and_damage_is_not_exported(
         minloop.read_run_config(run)
     checkpoint = run / "iter_0000001"
     shard = max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    damaged = bytearray(shard.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    shard.write_bytes(damaged)
+    damage(shard)
     with pytest.raises(minloop.CheckpointError, match="is not what was saved"):
         minloop.export_weights(run, run / "exported")
     assert not (run / "exported").exists()
@@ -226,6 +230,29 @@ def test_latest_looks_again_if_what_it_found_is_replaced(tmp_path: Path, caplog:
     with mock.patch.object(tree, "structural_faults", faults), caplog.at_level(logging.WARNING, "minloop"):
         assert tree.latest_checkpoint(tmp_path) == tmp_path / "iter_0000002"
     assert not caplog.text
+
+
+def test_the_newest_sound_one_is_exported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = small_state(**LAYOUT)
+    loader = text_loader(state)
+    for _ in range(2):
+        train(state, loader, 1)
+        minloop.save_checkpoint(tmp_path, state, loader)
+    newest = tmp_path / "iter_0000002"
+    damage(max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size))
+    with caplog.at_level(logging.WARNING, "minloop"):
+        assert minloop.export_weights(tmp_path, tmp_path / "exported").exists()
+        minloop.load_checkpoint(tmp_path, state)
+    assert "iter_0000001 is tried in its place" in caplog.text
+    assert "holds positions of loaders that were not given, train: their data begin anew" in caplog.text
+    with pytest.raises(minloop.CheckpointError, match=f"or {tmp_path}, of which the newest sound one is taken"):
+        minloop.load_checkpoint(newest, state, loader)
+    with pytest.raises(TypeError, match="the loader 'train' is a list_iterator without state_dict"):
+        minloop.save_checkpoint(tmp_path / "more", state, iter([]))  # pyright: ignore[reportArgumentType]
+    damage(max((tmp_path / "iter_0000001").glob("*.distcp"), key=lambda file: file.stat().st_size))
+    with pytest.raises(minloop.CheckpointError, match=r"none of 2 checkpoints in .* is sound; of the oldest: "):
+        minloop.load_checkpoint(tmp_path, state, loader)
+    minloop.shutdown_distributed()
 
 
 @pytest.mark.parametrize("counters", [{"iteration": -2}, {"iteration": True}, {"consumed_samples": "16"}])

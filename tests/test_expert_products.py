@@ -14,7 +14,7 @@ from sameness_cases import LLAMA, MOE
 from small import WIDE, small_config, small_state, text_loader, train
 
 import minloop
-from minloop.checkpoint.optimizer_state import mended_distributed_optimizers
+from minloop.checkpoint.optimizer_state import mended_optimizers
 from minloop.layers import expert_products
 from minloop.layers.expert_products import (
     add_weight_gradients,
@@ -157,7 +157,7 @@ def refusal(by_buckets: bool) -> bool:
         join_weights(layer)
     state: Any = SimpleNamespace(chunks=[layer], groups=groups, optimizer=SimpleNamespace(chained_optimizers=[]))
     try:
-        with mended_distributed_optimizers(state, by_buckets=by_buckets):
+        with mended_optimizers(state, by_buckets=by_buckets):
             return False
     except ValueError as error:
         return "set gradient_accumulation_fusion=False" in str(error)

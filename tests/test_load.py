@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from small import VOCAB_SIZE, small_state, text_loader, train
 
 import minloop
+from minloop.checkpoint import describe
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
@@ -152,3 +154,26 @@ def test_weights_are_exported_offline(saved: Any, tmp_path: Path) -> None:
     assert torch.equal(weights[FC1][1], theirs[f"{FC1}[1]"])
     with pytest.raises(FileExistsError, match="there already"):
         minloop.export_weights(directory, kept.parent)
+    target = tmp_path / "refused"
+    for dtype in ("bfloat16", torch.int8):
+        with pytest.raises(ValueError, match="weights are written as "):
+            minloop.export_weights(directory, target, dtype=dtype)  # pyright: ignore[reportArgumentType]
+    assert not target.exists()
+    with (
+        mock.patch.object(describe, "write_weights", side_effect=OSError("no space")),
+        pytest.raises(OSError, match="no space"),
+    ):
+        minloop.export_weights(directory, target)
+    assert [*target.iterdir()] == []
+
+
+def test_a_checkpoint_is_its_own_latest(saved: Any) -> None:
+    latest = minloop.latest_checkpoint(saved[0])
+    assert latest is not None
+    assert minloop.latest_checkpoint(latest) == latest
+
+
+def test_patterns_come_as_lists() -> None:
+    with pytest.raises(TypeError, match=r"skip='output_layer.weight' would be .*: pass \['output_layer.weight'\]"):
+        minloop.load_weights("anywhere", small_state(**GATED), skip=OUTPUT)
+    minloop.shutdown_distributed()

@@ -17,7 +17,8 @@ from minloop.architecture import unwrapped
 from minloop.checkpoint.extra_state import tell_copies_apart
 from minloop.checkpoint.flat_ranges import FULLY_RESHARDABLE
 from minloop.checkpoint.holes import allow_holes
-from minloop.checkpoint.optimizer_state import BY_BUCKETS, agree_on_nothing, mended_distributed_optimizers
+from minloop.checkpoint.optimizer_state import BY_BUCKETS, mended_optimizers
+from minloop.checkpoint.optimizer_steps import agree_on_nothing
 from minloop.messages import without_log_lines
 from minloop.state import TrainState
 
@@ -137,12 +138,12 @@ def optimizer_state(
     """mcore's sharded state dict of the optimizer, by the parameters in `model`."""
     metadata = metadata | {"dp_cp_group": state.groups.dp_cp}
     with (
-        mended_distributed_optimizers(state, by_buckets=metadata.get("distrib_optim_sharding_type") == BY_BUCKETS),
+        mended_optimizers(state, by_buckets=metadata.get("distrib_optim_sharding_type") == BY_BUCKETS) as steps,
         # of an optimizer that has none on this stage
         without_log_lines("megatron.core.dist_checkpointing.optimizer", "Sharded parameters mapping is empty"),
     ):
         content = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    agree_on_nothing(state, content, optimizer_kind(state))
+    agree_on_nothing(state, content, optimizer_kind(state), steps)
     if not is_loading:
         allow_holes(content)
     return content

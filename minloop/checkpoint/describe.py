@@ -1,6 +1,7 @@
 """What a checkpoint holds, and its weights as one file: on any machine, without a group, a GPU or the model."""
 
 import math
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -12,9 +13,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from minloop.checkpoint import content, directory
-from minloop.checkpoint.hf.files import WEIGHTS, write_weights
+from minloop.checkpoint.hf.files import WEIGHTS, require_dtype, write_weights
 from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
-from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, read_checkpoint, read_part
+from minloop.checkpoint.reading import SavedCheckpoint, read_checkpoint, read_part
+from minloop.disk import sync
 
 OPTIMIZER = "optimizer."
 
@@ -94,7 +96,9 @@ class CheckpointDescription:
 
 
 def describe_checkpoint(checkpoint: str | Path) -> CheckpointDescription:
-    """Describe a checkpoint, or the newest undamaged one of a run's directory; nothing that its files hold is executed.
+    """Describe a checkpoint, or a run's newest with all its files whole; nothing that these hold is executed.
+
+    Contents are not compared with digests: see `verify_checkpoint`.
 
     Raises:
         FileNotFoundError: no complete checkpoint there.
@@ -126,13 +130,14 @@ def export_weights(
 ) -> Path:
     """Write the weights in full into ``model.safetensors``, under the names and in the shapes of `describe_checkpoint`.
 
-    Tensors are written as they are read: memory holds the largest one, and one of its saved parts. For the names and
-    shapes that transformers expects see `save_hf_weights`.
+    Tensors are written as they are read: memory holds the largest one, and one of its saved parts. The file gets its
+    name when it is complete. For the names and shapes that transformers expects see `save_hf_weights`.
 
     Args:
-        checkpoint: a checkpoint, or a run's directory: then the newest undamaged one.
+        checkpoint: a checkpoint, or a run's directory: then the newest one, or, if that is damaged, the one before it,
+            which is said.
         target: a directory, made if need be.
-        dtype: of all weights in the file; None keeps that of the checkpoint.
+        dtype: of all weights in the file, float32, bfloat16 or float16; None keeps that of the checkpoint.
         verify: as in `load_checkpoint`.
     Returns:
         The file.
@@ -140,9 +145,12 @@ def export_weights(
         FileNotFoundError: no complete checkpoint there.
         FileExistsError: the file is there already.
         CheckpointError: a file of the checkpoint is damaged, or holds more than plain data.
-        ValueError: the weights are of several dtypes, and `dtype` says not which to write.
+        ValueError: the weights are of several dtypes, and `dtype` says not which to write, or one that is not written.
     """
-    opened = read_checkpoint(directory.resolve(checkpoint))
+    file = Path(target) / WEIGHTS
+    if file.exists():
+        raise FileExistsError(f"{file} is there already: delete it, or write into another directory")
+    opened = read_checkpoint(_sound(checkpoint, verify))
     weights = {
         name: tensor
         for name, tensor in opened.metadata.state_dict_metadata.items()
@@ -154,26 +162,36 @@ def export_weights(
             f"{opened.path} holds weights of {', '.join(sorted(map(str, saved)))}: say which dtype to write"
         )
     wanted = dtype or saved.pop()
-    file = Path(target) / WEIGHTS
-    if file.exists():
-        raise FileExistsError(f"{file} is there already: delete it, or write into another directory")
-    _check(opened.path, verify)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    require_dtype(wanted)
     parts: dict[str, list[MetadataIndex]] = defaultdict(list)
     for index in opened.metadata.storage_data:
         parts[index.fqn].append(index)
     tensors = (_full(opened, weights[name], parts[name], wanted) for name in weights)
     shapes = {name: tuple(tensor.size) for name, tensor in weights.items()}
-    write_weights(file.parent, shapes, tensors, wanted, max_shard_size=sys.maxsize)
+    unfinished = file.with_name(file.name + directory.UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
+    unfinished.mkdir(parents=True)
+    try:
+        write_weights(unfinished, shapes, tensors, wanted, max_shard_size=sys.maxsize)
+        (unfinished / WEIGHTS).replace(file)
+        sync(file.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return file
 
 
-def _check(checkpoint: Path, verify: bool | None) -> None:
-    faults = structural_faults(checkpoint)
-    if not faults and verify is not False:
-        faults = content_faults(checkpoint, files_to_verify(checkpoint, without_digest=verify is True))
-    if faults:
-        raise CheckpointError("; ".join(faults[:5]))
+def _sound(checkpoint: str | Path, verify: bool | None) -> Path:
+    """The checkpoint that is meant, its contents compared; of a run's, the newest that is not damaged."""
+    found, faults = directory.candidates(checkpoint), list[str]()
+    for number, path in enumerate(found):
+        faults = structural_faults(path)
+        if not faults and verify is not False:
+            faults = content_faults(path, files_to_verify(path, without_digest=verify is True))
+        if not faults:
+            return path
+        if len(found) > 1:
+            directory.say_passed_over(path, faults, found[number + 1 :])
+    raise directory.all_damaged(checkpoint, found, faults)
 
 
 def _full(

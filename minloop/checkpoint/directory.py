@@ -72,12 +72,14 @@ def _complete_said(root: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """Return the newest complete checkpoint under `directory`, or None.
+    """Return the newest complete checkpoint under `directory`, `directory` itself if it is one, or None.
 
     That is the one the tracker names, or, if that one is gone or incomplete, the newest complete one before it. One
     whose files are cut short or unreadable is passed over, which is said; contents are not compared (see
     `verify_checkpoint`).
     """
+    if Path(directory).is_dir() and not missing_parts(Path(directory)):
+        return Path(directory)
     seen: list[Path] | None = None
     while seen != (complete := _complete_said(Path(directory))):  # a run may delete what it has replaced
         for number, path in enumerate(complete):
@@ -164,7 +166,15 @@ def open_checkpoint(checkpoint: str | Path, verify: bool | None) -> SavedCheckpo
                 return read_checkpoint(path)
         if len(found) > 1:
             say_passed_over(path, faults, found[number + 1 :])
-    raise CheckpointError("; ".join([*(fault.removesuffix(f"; {EARLIER}") for fault in faults[:5]), EARLIER]))
+    raise all_damaged(checkpoint, found, faults)
+
+
+def all_damaged(given: str | Path, found: list[Path], faults: list[str]) -> CheckpointError:
+    """The error for a checkpoint with faults, or for a run's directory with none but such, of the last of which."""
+    shown = "; ".join(fault.removesuffix(f"; {EARLIER}") for fault in faults[:5])
+    if found == [Path(given)]:
+        return CheckpointError(f"{shown}; {EARLIER}, or {Path(given).parent}, of which the newest sound one is taken")
+    return CheckpointError(f"none of {len(found)} checkpoints in {given} is sound; of the oldest: {shown}")
 
 
 def _shared_content_faults(path: Path, *, without_digest: bool) -> list[str]:

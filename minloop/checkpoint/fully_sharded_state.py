@@ -20,6 +20,7 @@ from minloop.checkpoint.extra_state import EXTRA_STATE, is_extra_state, letting_
 from minloop.checkpoint.flat_ranges import blocks
 from minloop.checkpoint.full_names import FSDP_DTENSOR, OPTIMIZER_STATE, TORCH_DCP, FileNames, Place
 from minloop.checkpoint.optimizer_state import MASTER_WEIGHT_PREFIX, saved_progress
+from minloop.checkpoint.optimizer_steps import steps_taken
 from minloop.checkpoint.shards import FP32_PARAM, Shard, flat, own_shards
 from minloop.fully_sharded import FullySharded
 from minloop.master_weights import follow_weights
@@ -56,20 +57,8 @@ def content_to_save(state: TrainState, metadata: dict[str, Any]) -> tuple[dict[s
                 tensors[f"{name} {len(tensors)}"] = _unstacked(piece, name, place, shape)
     groups = [group for optimizer in inner_optimizers(state.optimizer) for group in optimizer.param_groups]
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    progress = {"param_groups": settings, "step": _step(state)}
+    progress = {"param_groups": settings, "step": steps_taken(state)}
     return {"model": model, "tensors": tensors, "optimizer": progress}, names
-
-
-def _step(state: TrainState) -> float:
-    """The steps of torch's Adam; mcore steps a parameter on those ranks alone that hold a part of it."""
-    own = [
-        float(held.get("step", 0.0))
-        for optimizer in inner_optimizers(state.optimizer)
-        for held in optimizer.optimizer.state.values()
-    ]
-    everyones: list[Any] = [None] * state.groups.dp_cp.size()
-    dist.all_gather_object(everyones, max(own, default=0.0), group=state.groups.dp_cp)
-    return max(everyones)
 
 
 def _unstacked(piece: ShardedTensor, name: str, place: Place, shape: tuple[int, ...]) -> ShardedTensor:

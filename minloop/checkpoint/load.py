@@ -1,7 +1,5 @@
 """Loading a checkpoint into a training state of whatever layout."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +10,11 @@ from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.directory import open_checkpoint
 from minloop.checkpoint.extra_state import is_extra_state, letting_checked_states_in
 from minloop.checkpoint.fully_sharded_state import is_fully_sharded
+from minloop.checkpoint.loaders import Loaders, check_loaders, named_loaders, positioned, say_not_positioned
 from minloop.checkpoint.optimizer_state import BY_BUCKETS, adapt_template, adapt_weights, load_optimizer
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.records import wrong_progress
 from minloop.checkpoint.run_config import differing_fields, say_other_settings
-from minloop.checkpoint.save import Loaders, Positioned, named_loaders
 from minloop.checkpoint.tensors import read_tensors
 from minloop.data_parallel import gathered_parameters, take_over_weights
 from minloop.groups import as_the_world
@@ -66,9 +64,11 @@ def load_checkpoint(
             _check_architecture(opened.path, saved, state)
             if not weights_only:
                 _check_counters(opened, saved)
-                _check_loaders(saved, loaders)
-        with _positioned(opened.path, saved, {} if weights_only else loaders):
+                check_loaders(saved, loaders)
+        with positioned(opened.path, saved, {} if weights_only else loaders):
             _load(opened, saved, state, weights_only)
+        if not weights_only:
+            say_not_positioned(opened.path, saved, loaders)
         return opened.path
 
 
@@ -194,38 +194,6 @@ def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) 
             f"{source} is of another architecture ({'; '.join(differing)}): build the model it was saved from, or load "
             "what fits with load_weights"
         )
-
-
-def _check_loaders(saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> None:
-    positions = saved.get("loaders", {})
-    for name in loaders:
-        if name not in positions:
-            raise ValueError(
-                f"the checkpoint holds no position of a loader called {name!r}, only of {sorted(positions)}"
-            )
-
-
-@contextmanager
-def _positioned(source: Path, saved: dict[str, Any], loaders: Mapping[str, Positioned]) -> Generator[None]:
-    """Put loaders where the checkpoint was; if what follows fails, back to where they were."""
-    before: dict[str, Any] = {}
-    try:
-        with agreed():
-            before |= {name: loader.state_dict() for name, loader in loaders.items()}
-            for name, loader in loaders.items():
-                # Megatron-LM and Megatron-Bridge store a number of samples and not in which data
-                position = saved["loaders"][name]
-                position = before[name] | position if "of_megatron_lm" in saved else position
-                try:
-                    loader.load_state_dict(position)
-                except (AttributeError, KeyError, TypeError) as error:
-                    found = f"minloop.loaders.{name} is {position!r:.200}"
-                    raise CheckpointError(f"{source} is damaged: {found} ({type(error).__name__}: {error})") from error
-        yield
-    except Exception:
-        for name, position in before.items():
-            loaders[name].load_state_dict(position)
-        raise
 
 
 def _restore_rest(opened: SavedCheckpoint, state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -12,18 +12,18 @@ the saved position. What is loaded beside the tensors is the number of steps and
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from minloop.checkpoint import flat_ranges
+from minloop.checkpoint.optimizer_steps import nothing_in_stubs, parts, steps_taken
 from minloop.everyone import from_all_ranks
 from minloop.layers.expert_products import are_joined
 from minloop.master_weights import is_on_host
@@ -36,17 +36,6 @@ MASTER_WEIGHT_PREFIX = {
     "distributed": "optimizer.state.param.",
 }
 BY_BUCKETS = "dp_reshardable"  # as mcore's distributed optimizer itself holds it: Megatron-LM's default
-
-
-def parts(state: TrainState, content: dict[Any, Any]) -> Iterator[tuple[MegatronOptimizer, dict[Any, Any]]]:
-    """Each optimizer that mcore chained (dense and expert parameters have one each) with its part of the content.
-
-    The part of an optimizer that has no parameters on this stage may be empty.
-    """
-    chained: list[Any] = getattr(state.optimizer, "chained_optimizers", [state.optimizer])
-    for index, optimizer in enumerate(chained):
-        if not getattr(optimizer, "is_stub_optimizer", False):
-            yield optimizer, content if len(chained) == 1 else content.get(index, {})
 
 
 def adapt_template(template: dict[Any, Any], state: TrainState, kind: str, saved_kind: str) -> None:
@@ -85,7 +74,7 @@ def adapt_weights(template: dict[Any, Any], kind: str, saved_kind: str) -> None:
 
 
 @contextlib.contextmanager
-def mended_distributed_optimizers(state: TrainState, *, by_buckets: bool) -> Generator[None]:
+def mended_optimizers(state: TrainState, *, by_buckets: bool) -> Generator[float]:
     """While inside, mcore's distributed optimizers hand out each rank's own part of their state, in `flat_ranges`' way.
 
     mcore 0.19's gathers everything, and leaves out the padding between buckets (`get_parameter_state_dp_zero`), but
@@ -106,7 +95,8 @@ def mended_distributed_optimizers(state: TrainState, *, by_buckets: bool) -> Gen
             "moe_grouped_gemm=True give them here: set gradient_accumulation_fusion=False, or load with "
             "weights_only=True"
         )
-    with contextlib.ExitStack() as undo:
+    steps = steps_taken(state)
+    with nothing_in_stubs(state), contextlib.ExitStack() as undo:
         for optimizer in inner_optimizers(state.optimizer):
             if not isinstance(optimizer, DistributedOptimizer):
                 continue
@@ -114,34 +104,11 @@ def mended_distributed_optimizers(state: TrainState, *, by_buckets: bool) -> Gen
             if not by_buckets:
                 mended["sharded_state_dict"] = functools.partial(flat_ranges.sharded_content, optimizer)
             if is_torch_adam(optimizer.optimizer) and not optimizer.optimizer.state:
-                mended["state_dict"] = functools.partial(_settings, optimizer, adam_step(state))
+                mended["state_dict"] = functools.partial(_settings, optimizer, steps)
             for name, method in mended.items():
                 undo.callback(vars(optimizer).pop, name)
                 vars(optimizer)[name] = method
-        yield
-
-
-def adam_step(state: TrainState) -> float:
-    """Steps that torch's Adam has taken, by any parameter of this rank; 0.0 if there is none, or another optimizer."""
-    for optimizer in inner_optimizers(state.optimizer):
-        for parameter_state in optimizer.optimizer.state.values():
-            return float(parameter_state.get("step", 0.0))
-    return 0.0
-
-
-def agree_on_nothing(state: TrainState, content: dict[Any, Any], kind: str) -> None:
-    """Keep, of optimizers without parameters on this stage, only what others save beside their tensors; in place.
-
-    mcore stores it once, from the first rank, whose empty lists and missing steps would stand for all ranks.
-    """
-    for optimizer, part in parts(state, content):
-        if not any(group["params"] for group in optimizer.param_groups) and is_torch_adam(optimizer.optimizer):
-            if kind != "distributed":
-                settings = part["optimizer"] if kind == "float16" else part
-                settings.setdefault("state", {})["common_step"] = torch.tensor(adam_step(state))
-            part.pop("fp32_from_fp16_params", None)
-            if not part.get("param_state"):
-                part.pop("param_state", None)
+        yield steps
 
 
 def _settings(optimizer: DistributedOptimizer, step: float) -> dict[str, Any]:

@@ -59,9 +59,13 @@ def load_weights(
         The directory loaded.
     Raises:
         FileNotFoundError, CheckpointError: as in `load_checkpoint`.
+        TypeError: a pattern alone in the place of a list of them.
         ValueError: weights lack or differ in shape beyond what the map allows, a pattern of it fits no weight, or
             adapters of the checkpoint would be left out.
     """
+    for name, patterns in (("skip", skip), ("allow_missing", allow_missing), ("resize", resize)):
+        if isinstance(patterns, str):
+            raise TypeError(f"{name}={patterns!r} would be one pattern for each letter: pass [{patterns!r}]")
     require_between_steps(state)
     with as_the_world(state.groups):
         opened = open_checkpoint(checkpoint, verify)

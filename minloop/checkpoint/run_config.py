@@ -47,6 +47,8 @@ def read_run_config(
 ) -> dict[str, Any]:
     """Read what `write_run_config` or `save_checkpoint` wrote: the configs, by name, as equal objects.
 
+    Equal but for mcore's own initialisers, which are partial functions, and these equal only themselves.
+
     Nothing in the file is executed. It may name dataclasses and enums of megatron.core and minloop, activation and
     initialisation functions of torch and megatron.core, and what lies in `modules`.
 

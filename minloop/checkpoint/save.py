@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,6 +18,7 @@ from minloop.checkpoint.commit import Retention, begin, commit
 from minloop.checkpoint.full_names import TORCH_DIST
 from minloop.checkpoint.fully_sharded_state import is_fully_sharded
 from minloop.checkpoint.integrity import write_manifest
+from minloop.checkpoint.loaders import Loaders, Positioned, named_loaders
 from minloop.checkpoint.megatron_bridge import files_beside
 from minloop.checkpoint.plain import check_same, made_plain
 from minloop.checkpoint.shared import put_token, require_token
@@ -27,28 +28,6 @@ from minloop.fully_sharded import refuse_fully_sharded
 from minloop.groups import as_the_world
 from minloop.messages import logger
 from minloop.state import TrainState, require_between_steps, require_optimizer
-
-
-class Positioned(Protocol):
-    """Anything with a position to save and restore, such as `minloop.Loader`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position as plain data (numbers, strings, tensors, lists and dicts of them), equal on every rank."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go to a position that `state_dict` returned."""
-        ...
-
-
-Loaders = Positioned | Mapping[str, Positioned] | None
-
-
-def named_loaders(loaders: Loaders) -> Mapping[str, Positioned]:
-    """The loaders by name; a single one is called "train"."""
-    if loaders is None:
-        return {}
-    return loaders if isinstance(loaders, Mapping) else {"train": loaders}
 
 
 def save_checkpoint(

@@ -127,7 +127,9 @@ def _check_fit(saved: SavedCheckpoint, template: dict[str, Any], resize: Sequenc
     if lacking:
         names = sorted(set(lacking))
         of_optimizer = all(name.startswith("optimizer.") for name in names)  # of weights frozen then, or another's
-        remedy = ", all of the optimizer; load_checkpoint(weights_only=True) begins with a new one" * of_optimizer
+        remedy = "; load_weights(allow_missing=[...]) leaves weights as they are"
+        if of_optimizer:
+            remedy = ", all of the optimizer; load_checkpoint(weights_only=True) begins with a new one"
         if any("_lora." in name for name in names):
             remedy = "; load_weights(allow_missing=['*_lora.*']) gives new adapters the weights beside them"
         raise ValueError(f"{saved.path} lacks {len(names)} tensors that this state has: {_first(names)}{remedy}")

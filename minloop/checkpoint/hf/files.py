@@ -17,6 +17,12 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
+def require_dtype(dtype: Any) -> None:
+    """Raise ValueError if weights are not written in this dtype."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: weights are written as {', '.join(map(str, DTYPES))}")
+
+
 class WeightFiles:
     """The tensors in a directory's safetensors files, of which only what is asked for is read.
 

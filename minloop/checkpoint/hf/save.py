@@ -10,7 +10,7 @@ from megatron.core.utils import get_model_config
 
 from minloop.checkpoint.agreement import agreed, from_first_rank
 from minloop.checkpoint.hf.config import config_entries, read_hf_config
-from minloop.checkpoint.hf.files import DTYPES, write_json, write_weights
+from minloop.checkpoint.hf.files import require_dtype, write_json, write_weights
 from minloop.checkpoint.hf.layout import Layout, layouts
 from minloop.checkpoint.hf.target import Target, check_model, chunks_of, groups_of, own_parts
 from minloop.checkpoint.streaming import FullTensor, Stream
@@ -47,8 +47,7 @@ def save_hf_weights(
     dtype = dtype or get_model_config(chunks[0]).params_dtype
     with as_the_world(groups_of(chunks)):
         with agreed():
-            if dtype not in DTYPES:
-                raise ValueError(f"dtype={dtype}: use one of {', '.join(map(str, DTYPES))}")
+            require_dtype(dtype)
             entries = config_entries(hf_config)
             model = read_hf_config(entries)
             check_model(chunks, model)
