@@ -257,7 +257,7 @@ def test_what_does_not_fit_is_named_on_every_rank(theirs: Path, tmp_path: Path) 
     expected = {name: pattern for name, (_, pattern) in DAMAGED.items()} | {
         "not empty": "ValueError: .*holds something already",
         "under a file": "RuntimeError: .*cannot be written",
-        "float64": "ValueError: dtype=torch.float64: use one of",
+        "float64": "ValueError: dtype=torch.float64: weights are written as torch.float32",
         "saved as another": "ValueError: .*layernorm_epsilon",
         "more parameters": r"ValueError: the model has a parameter mtp\.",
     }
