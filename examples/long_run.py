@@ -85,8 +85,7 @@ def main(
     held_out = {"text": minloop.build_loader(valid, groups, micro_batch_size=MICRO_BATCH_SIZE)}
     guard = minloop.FaultGuard("skip", loss_spike=3.0, rerun=True)
     kept = {"train": loader, "guard": guard}
-    if minloop.latest_checkpoint(directory):
-        minloop.load_checkpoint(directory, state, kept)
+    minloop.load_checkpoint(directory, state, kept, missing_ok=True)
     sinks = build_sinks(directory, state, train_iters)
     count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, groups)
 

@@ -63,6 +63,7 @@ class TrainState:
         graphs: with cuda_graph_impl="full_iteration", the CUDA graphs of its steps.
         last_update: loss and, if there is one, gradient norm of the last update, on their device; empty after a load.
         open_step: of a step in parts, from `begin_step` to `finish_step`.
+        is_torn: an update of the weights ended midway, by an error or Ctrl-C; until a checkpoint is loaded.
         offloaded: what `offload` moved, and its bytes in host memory.
     Raises:
         TypeError: a plain torch optimizer, which would never change a weight.
@@ -86,6 +87,7 @@ class TrainState:
     graphs: StepGraphs = field(default_factory=StepGraphs, repr=False)
     last_update: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     open_step: OpenStep | None = field(default=None, repr=False)
+    is_torn: bool = field(default=False, repr=False)
     offloaded: dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]] = field(
         default_factory=dict[str, list[tuple[torch.UntypedStorage, torch.Tensor]]], repr=False
     )
@@ -127,6 +129,21 @@ def require_optimizer(state: TrainState) -> None:
     require_between_steps(state)
 
 
+def require_whole(state: TrainState) -> None:
+    """Raise RuntimeError if an update of the weights ended midway: they may be those of no iteration."""
+    if state.is_torn:
+        raise RuntimeError(
+            f"the step after iteration {state.iteration} ended in its midst, so that weights, optimizer and counters "
+            "may be of different steps: load a checkpoint, which is whole, and go on from there"
+        )
+
+
+def stepped(state: TrainState) -> Any:
+    """What the optimizer's step returns; the state is torn until `advance` has counted it."""
+    state.is_torn = True
+    return state.optimizer.step()
+
+
 def agree_on_batch(state: TrainState, num_microbatches: int, micro_batch_size: int) -> None:
     """Raise ValueError if another rank took another batch first, in a state's first step or one where it changes.
 
@@ -152,7 +169,8 @@ def advance(state: TrainState, num_samples: int, updated: bool) -> None:
     state.consumed_samples += num_samples
     if not updated:
         state.skipped_iterations += 1
-        return
-    state.global_batch_size = num_samples
-    if state.scheduler is not None:
-        state.scheduler.step(increment=num_samples)
+    else:
+        state.global_batch_size = num_samples
+        if state.scheduler is not None:
+            state.scheduler.step(increment=num_samples)
+    state.is_torn = False

@@ -16,7 +16,7 @@ from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import place_batch
 from minloop.schedule import ForwardStep, forward_backward
-from minloop.state import TrainState, advance, agree_on_batch, require_memory, require_optimizer
+from minloop.state import TrainState, advance, agree_on_batch, require_memory, require_optimizer, stepped
 from minloop.traces import remember_fp8_scales
 
 
@@ -203,7 +203,7 @@ def _update(state: TrainState, allowed: bool, empty_unused_memory_level: int) ->
     """Whether the weights were updated, and the gradient norm."""
     if empty_unused_memory_level >= 1:
         torch.cuda.empty_cache()
-    outcome: Any = state.optimizer.step() if allowed else (False, None, None)
+    outcome: Any = stepped(state) if allowed else (False, None, None)
     if empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
     return outcome[:2]

@@ -23,7 +23,7 @@ from minloop.messages import say_once
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
-NAME = re.compile(rf"iter_(\d{{7,}})({re.escape(REPLACED)})?")
+NAME = re.compile(rf"iter_([0-9]{{7}}|[1-9][0-9]{{7,}})({re.escape(REPLACED)})?")
 NEEDED = (".metadata", "metadata.json")
 """Files that mcore writes after all data: `.metadata` names every shard, `metadata.json` comes last of all."""
 
@@ -48,10 +48,10 @@ def complete_checkpoints(directory: str | Path) -> dict[int, Path]:
         return {}
     # A save over an existing iteration was cut short in mid-exchange if only the one being replaced has a name.
     names = sorted(root.iterdir(), key=lambda path: not path.name.endswith(REPLACED))
-    found = {int(match[1]): path for path in names if (match := NAME.fullmatch(path.name))}
+    named = [(int(match[1]), path) for path in names if (match := NAME.fullmatch(path.name))]
+    found = {iteration: path for iteration, path in named if not missing_parts(path)}
     newest = _tracked(root)
-    tracked = [iteration for iteration in sorted(found, reverse=True) if newest is None or iteration <= newest]
-    return {iteration: found[iteration] for iteration in tracked if not missing_parts(found[iteration])}
+    return {number: found[number] for number in sorted(found, reverse=True) if newest is None or number <= newest}
 
 
 def _tracked(root: Path) -> int | None:
@@ -77,10 +77,13 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     That is the one the tracker names, or, if that one is gone or incomplete, the newest complete one before it. One
     whose files are cut short or unreadable is passed over, which is said; contents are not compared (see
     `verify_checkpoint`).
+
+    Raises:
+        CheckpointError: there are complete checkpoints, and each has such faults.
     """
     if Path(directory).is_dir() and not missing_parts(Path(directory)):
         return Path(directory)
-    seen: list[Path] | None = None
+    seen, faults = list[Path](), list[str]()
     while seen != (complete := _complete_said(Path(directory))):  # a run may delete what it has replaced
         for number, path in enumerate(complete):
             if not (faults := structural_faults(path)):
@@ -88,6 +91,8 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
             if path.exists():
                 say_passed_over(path, faults, complete[number + 1 :])
         seen = complete
+    if seen:
+        raise all_damaged(directory, seen, faults)
     return None
 
 
@@ -126,6 +131,18 @@ def _holds_one(path: str | Path) -> bool:
         return False
 
 
+def holds_one_for_all(path: str | Path) -> bool:
+    """Whether the first rank sees a checkpoint in a run's directory; every rank calls it.
+
+    Raises:
+        RuntimeError: it does not, and another rank does.
+    """
+    found = from_first_rank(lambda: _holds_one(path) or bool(NAME.fullmatch(Path(path).name)))
+    if not found:
+        require_seen_by_first(Path(path), found=_holds_one(path))
+    return found
+
+
 def resolve(path: str | Path) -> Path:
     """Return the checkpoint that `path` means: itself, or the newest undamaged one under it.
 
@@ -153,19 +170,21 @@ def open_checkpoint(checkpoint: str | Path, verify: bool | None) -> SavedCheckpo
     except FileNotFoundError:
         require_seen_by_first(Path(checkpoint), found=_holds_one(checkpoint))
         raise
-    faults: list[str] = []
-    for number, path in enumerate(found):
-        mark_in_use(path)
-        faults = from_first_rank(functools.partial(structural_faults, path))
-        if not faults:
-            require_same_checkpoint(path)
-        if not faults and verify is not False:
-            faults = _shared_content_faults(path, without_digest=verify is True)
-        if not faults:
-            with agreed():
-                return read_checkpoint(path)
-        if len(found) > 1:
-            say_passed_over(path, faults, found[number + 1 :])
+    seen, faults = list[Path](), list[str]()
+    while found != seen:  # another run may delete what it has replaced
+        for number, path in enumerate(found):
+            mark_in_use(path)
+            faults = from_first_rank(functools.partial(structural_faults, path))
+            if not faults:
+                require_same_checkpoint(path)
+            if not faults and verify is not False:
+                faults = _shared_content_faults(path, without_digest=verify is True)
+            if not faults:
+                with agreed():
+                    return read_checkpoint(path)
+            if len(found) > 1 and path.exists():
+                say_passed_over(path, faults, found[number + 1 :])
+        seen, found = found, from_first_rank(lambda: candidates(checkpoint))
     raise all_damaged(checkpoint, found, faults)
 
 

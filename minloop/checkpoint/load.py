@@ -1,13 +1,13 @@
 """Loading a checkpoint into a training state of whatever layout."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 
 from minloop.checkpoint import content, fully_sharded_state, megatron_lm
 from minloop.checkpoint.agreement import agreed
-from minloop.checkpoint.directory import open_checkpoint
+from minloop.checkpoint.directory import holds_one_for_all, open_checkpoint
 from minloop.checkpoint.extra_state import is_extra_state, letting_checked_states_in
 from minloop.checkpoint.fully_sharded_state import is_fully_sharded
 from minloop.checkpoint.loaders import Loaders, check_loaders, named_loaders, positioned, say_not_positioned
@@ -22,6 +22,7 @@ from minloop.messages import say_once
 from minloop.state import TrainState, require_between_steps, require_optimizer
 
 
+@overload
 def load_checkpoint(
     checkpoint: str | Path,
     state: TrainState,
@@ -29,7 +30,31 @@ def load_checkpoint(
     *,
     weights_only: bool = False,
     verify: bool | None = None,
-) -> Path:
+    missing_ok: Literal[False] = False,
+) -> Path: ...
+
+
+@overload
+def load_checkpoint(
+    checkpoint: str | Path,
+    state: TrainState,
+    loader: Loaders = None,
+    *,
+    weights_only: bool = False,
+    verify: bool | None = None,
+    missing_ok: bool,
+) -> Path | None: ...
+
+
+def load_checkpoint(
+    checkpoint: str | Path,
+    state: TrainState,
+    loader: Loaders = None,
+    *,
+    weights_only: bool = False,
+    verify: bool | None = None,
+    missing_ok: bool = False,
+) -> Path | None:
     """Restore weights, optimizer, schedule, counters, random streams and data position, whatever the layout of `state`.
 
     Every rank calls it, between steps. Layout, data parallelism (DDP, ZeRO-1, Megatron FSDP, torch FSDP2) and number of
@@ -47,8 +72,10 @@ def load_checkpoint(
         weights_only: load nothing else, to begin another training; of weights that fit in part see `load_weights`.
         verify: read all files and compare their contents before anything is loaded: True always, None those whose
             digests were saved, False none. Names and sizes are compared in any case.
+        missing_ok: load nothing if a run's directory holds no complete checkpoint yet, as on its first start. All ranks
+            do what the first one sees, where each asking `latest_checkpoint` may see something else.
     Returns:
-        The directory loaded.
+        The directory loaded; None if there is none.
     Raises:
         FileNotFoundError: no complete checkpoint there.
         CheckpointError: a file is damaged, of another format, or holds more than plain data.
@@ -57,6 +84,8 @@ def load_checkpoint(
     """
     (require_between_steps if weights_only else require_optimizer)(state)
     with as_the_world(state.groups):
+        if missing_ok and not holds_one_for_all(checkpoint):
+            return None
         opened, loaders = open_checkpoint(checkpoint, verify), named_loaders(loader)
         saved: dict[str, Any] = {}
         with agreed():
@@ -197,7 +226,7 @@ def _check_architecture(source: Path, saved: dict[str, Any], state: TrainState) 
 
 
 def _restore_rest(opened: SavedCheckpoint, state: TrainState, loaded: dict[str, Any], saved: dict[str, Any]) -> None:
-    state.iteration, state.last_update = loaded["iteration"], ()
+    state.iteration, state.last_update, state.is_torn = loaded["iteration"], (), False
     for name in content.COUNTERS:
         setattr(state, name, saved.get(name, 0))
     if state.scheduler is not None:

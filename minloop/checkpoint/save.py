@@ -22,12 +22,13 @@ from minloop.checkpoint.loaders import Loaders, Positioned, named_loaders
 from minloop.checkpoint.megatron_bridge import files_beside
 from minloop.checkpoint.plain import check_same, made_plain
 from minloop.checkpoint.shared import put_token, require_token
+from minloop.checkpoint.validation import check_parts
 from minloop.checkpoint.writing import Plan, Written
 from minloop.data_parallel import gathered_parameters
 from minloop.fully_sharded import refuse_fully_sharded
 from minloop.groups import as_the_world
 from minloop.messages import logger
-from minloop.state import TrainState, require_between_steps, require_optimizer
+from minloop.state import TrainState, require_between_steps, require_optimizer, require_whole
 
 
 def save_checkpoint(
@@ -157,6 +158,7 @@ def _prepare(
     weights_only: bool = False,
 ) -> _Save:
     """Copy this rank's part and start to write it."""
+    require_whole(state)
     if weights_only:
         require_between_steps(state)
         other = "give the weights to a new state by load_full_parameters and save that, or"
@@ -175,6 +177,7 @@ def _prepare(
         sharded = made_plain(_sharded_state(state, own, metadata, weights_only))
         beside: dict[str, bytes] = {}
         on_first_rank(lambda: beside.update(files_beside(state)))
+        check_parts(sharded)
         _begin_for_all(final)
         format = sharded["minloop"].get("names", {}).get("format", TORCH_DIST)
         plan = Plan(sharded, unfinished, metadata, state.groups.dp_cp, format)

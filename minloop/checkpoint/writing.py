@@ -87,6 +87,7 @@ class Plan(TorchDistSaveShardedStrategy):
                 str(unfinished),
                 cast("Any", strategy),
                 content_metadata=content,
+                validate_access_integrity=False,  # `check_parts` has
                 async_sharded_save=True,
                 async_strategy="mcore",
             )
