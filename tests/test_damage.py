@@ -1,5 +1,6 @@
 """Damaged and crafted checkpoints: one named error on every rank, the state as it was, and nothing executed."""
 
+import errno
 import io
 import json
 import logging
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from small import small_state, text_loader
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import minloop
 from minloop.checkpoint.extra_state import check_extra_states, letting_checked_states_in
@@ -114,6 +116,40 @@ def point_outside(metadata: Any) -> None:
     metadata.storage_data[index] = replace(part, relative_path="../../etc/passwd")
 
 
+def tensor_field(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda metadata: setattr(metadata.state_dict_metadata[TENSOR], name, value)
+
+
+def place_field(name: str, value: Any) -> Callable[[Any], None]:
+    def edit(metadata: Any) -> None:
+        index = next(index for index in metadata.storage_data if index.fqn == TENSOR)
+        metadata.storage_data[index] = replace(metadata.storage_data[index], **{name: value})
+
+    return edit
+
+
+def rename(metadata: Any) -> None:
+    metadata.state_dict_metadata[5] = metadata.state_dict_metadata.pop(TENSOR)
+
+
+def rename_object(metadata: Any) -> None:
+    metadata.state_dict_metadata["rng"] = metadata.state_dict_metadata.pop(EXTRA)
+    index = next(index for index in metadata.storage_data if index.fqn == EXTRA)
+    metadata.storage_data[MetadataIndex("rng")] = metadata.storage_data.pop(index)
+
+
+def names_as_keys(metadata: Any) -> None:
+    metadata.storage_data = {index.fqn: place for index, place in metadata.storage_data.items()}
+
+
+def move_chunk(metadata: Any) -> None:
+    metadata.state_dict_metadata[TENSOR].chunks[0].offsets = torch.Size([200, 0])
+
+
+def ask_for_memory(checkpoint: Path) -> None:
+    write(".metadata", b"\x80\x05\x96" + (2**62).to_bytes(8, "little"))(checkpoint)
+
+
 def craft(edit: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Write the records anew, where mcore looks for them first."""
 
@@ -140,6 +176,28 @@ PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "schedule": (lambda c: c.update(opt_param_scheduler={}), "opt_param_scheduler.num_steps is None, not a count"),
     "position": (lambda c: c["minloop"]["loaders"]["train"].pop("consumed_samples"), "minloop.loaders.train is {'"),
 }
+FIELDS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "chunks None": (tensor_field("chunks", None), "['output_layer.weight'].chunks is None, not a list"),
+    "chunks of ints": (tensor_field("chunks", [1, 2]), ".chunks[0] is 1, not a ChunkStorageMetadata"),
+    "chunk outside": (move_chunk, ".chunks[0].sizes is torch.Size([128, 32]), not a shape that from [200, 0] on is "),
+    "size None": (tensor_field("size", None), ".size is None, not a shape"),
+    "negative size": (tensor_field("size", torch.Size([-1, 32])), ".size is torch.Size([-1, 32]), not a shape"),
+    "another rank": (tensor_field("size", torch.Size([256])), ".chunks[0].offsets is torch.Size([0, 0]), not a place"),
+    "immense size": (tensor_field("size", torch.Size([2**62, 32])), "not the shape of a tensor that can be"),
+    "properties None": (tensor_field("properties", None), ".properties is None, not a TensorProperties"),
+    "dtype None": (lambda m: setattr(m.state_dict_metadata[TENSOR].properties, "dtype", None), "dtype is None, not a "),
+    "an int as name": (rename, "a name in state_dict_metadata is 5, not a string"),
+    "an object's name": (rename_object, ".metadata names an object 'rng'"),
+    "names as keys": (names_as_keys, "not a MetadataIndex"),
+    "offset 1.5": (place_field("offset", 1.5), "storage_data['output_layer.weight'].offset is 1.5, not a count"),
+    "length None": (place_field("length", None), "].length is None, not a count"),
+    "path None": (place_field("relative_path", None), "].relative_path is None, not a string"),
+    "no places": (lambda m: setattr(m, "storage_data", None), "storage_data is None, not a dict"),
+    "version": (lambda m: setattr(m, "version", 1), "version is 1, not a string"),
+    "planner_data": (lambda m: setattr(m, "planner_data", [1]), "planner_data is a list, not a dict"),
+    "storage_meta": (lambda m: setattr(m, "storage_meta", "x"), "storage_meta is 'x', not a StorageMeta"),
+}
+EXTRA = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
 ELSEWHERE = b'{"sharded_backend": "zarr", "sharded_backend_version": 2}'
 UNKNOWN_CLASS = b"cmegatron.core.dist_checkpointing.strategies.future\nNewMetadata\n."
 DAMAGES: dict[str, tuple[Callable[[Path], Any], bool | None, str]] = {
@@ -153,6 +211,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], bool | None, str]] = {
     "a later mcore's .metadata": (write(".metadata", UNKNOWN_CLASS), None, "strategies.future.NewMetadata"),
     ".metadata lacks a part": (lambda c: edit_metadata(c, drop_part), None, "elements of output_layer.weight"),
     ".metadata names other files": (lambda c: edit_metadata(c, point_outside), None, "etc/passwd, which is no file"),
+    ".metadata asks for memory": (ask_for_memory, None, ".metadata is damaged (ValueError: it asks for more memory"),
     "empty metadata.json": (write("metadata.json", b""), None, "metadata.json is damaged (JSONDecodeError"),
     "garbage metadata.json": (write("metadata.json", b"[1]"), None, "metadata.json is damaged ("),
     "another format": (write("metadata.json", ELSEWHERE), None, "sharded_backend='zarr', version 2"),
@@ -176,6 +235,117 @@ def test_damage_is_named_on_every_rank_and_changes_nothing(saved: Path, tmp_path
             assert text == ranks[0][1]
             assert unchanged, case
             assert seconds < 30
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_wrong_field_of_metadata_is_named_and_passed_over(
+    field: str, saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit, message = FIELDS[field]
+    run = Path(shutil.copytree(saved, tmp_path / "run"))
+    edit_metadata(run / "iter_0000002", edit)
+    (fault,) = minloop.verify_checkpoint(run / "iter_0000002", contents=False)[:1]
+    assert fault.startswith(str(run / "iter_0000002/.metadata"))
+    assert message in fault
+    with caplog.at_level(logging.WARNING, "minloop"):
+        assert minloop.latest_checkpoint(run) == run / "iter_0000001"
+    assert fault in caplog.text
+    assert minloop.describe_checkpoint(run).iteration == 1
+
+
+def test_ranks_pass_over_a_wrong_field_alike(saved: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(saved, tmp_path / "run"))
+    edit_metadata(run / "iter_0000002", tensor_field("chunks", None))
+    for ((kind, text, *_),) in run_ranks(2, try_to_load, [(str(run), None)]):
+        assert (kind, text) == ("", str(run / "iter_0000001"))
+
+
+OF_THE_READER = [errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM]
+READ = [".metadata", "metadata.json", "integrity.json", ".distcp"]
+"""Ends of the names of files that are read."""
+
+
+def fail_to_read(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError | MemoryError) -> None:
+    """Let files whose names end with `name` raise `error` when opened."""
+
+    def opening(own: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(file).endswith(name):
+                if isinstance(error, OSError):
+                    error.filename = str(file)
+                raise error
+            return own(file, *args, **kwargs)
+
+        return opened
+
+    monkeypatch.setattr(io, "open", opening(io.open))  # pathlib's
+
+
+def calls(run: Path) -> dict[str, Callable[[], object]]:
+    newest = run / "iter_0000002"
+    return {
+        "latest": lambda: minloop.latest_checkpoint(run),
+        "verify": lambda: minloop.verify_checkpoint(newest),
+        "describe": lambda: minloop.describe_checkpoint(newest),
+        "describe a run": lambda: minloop.describe_checkpoint(run),
+    }
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("number", OF_THE_READER)
+def test_what_cannot_be_read_here_and_now_is_not_damaged(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    fail_to_read(monkeypatch, name, OSError(number, os.strerror(number)))
+    for case, call in calls(saved).items():
+        if name == "integrity.json" and case == "describe":  # which does not read it
+            continue
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))) as raised:
+            call()
+        assert raised.value.errno == number, case
+        assert str(raised.value.filename).endswith(name), case
+
+
+def test_lack_of_memory_is_not_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_read(monkeypatch, ".metadata", MemoryError())
+    for call in calls(saved).values():
+        with pytest.raises(MemoryError, match=r"no memory to read .*iter_0000002/\.metadata"):
+            call()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_missing_or_broken_is_damaged(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    fail_to_read(monkeypatch, f"iter_0000002/{name}", OSError(number, os.strerror(number)))
+    if name == ".distcp":
+        file = shard(saved / "iter_0000002").name
+        fail_to_read(monkeypatch, f"iter_0000002/{file}", OSError(number, os.strerror(number)))
+    assert minloop.verify_checkpoint(saved / "iter_0000002")
+    if name != ".distcp":
+        assert minloop.latest_checkpoint(saved) == saved / "iter_0000001"
+
+
+def load_without_rights(directory: str) -> list[str]:
+    state, outcomes = small_state(seed=77, **LAYOUT), list[str]()
+    for path in (Path(directory), Path(directory) / "iter_0000002"):
+        with pytest.MonkeyPatch.context() as patch:
+            fail_to_read(patch, ".metadata", PermissionError(errno.EACCES, "Permission denied"))
+            try:
+                minloop.load_checkpoint(path, state)
+            except Exception as error:
+                outcomes.append(f"{type(error).__name__}: {error}")
+    minloop.shutdown_distributed()
+    return outcomes
+
+
+def test_missing_rights_stop_a_load_on_all_ranks(saved: Path) -> None:
+    for outcomes in run_ranks(2, load_without_rights, str(saved)):
+        assert len(outcomes) == 2
+        for text in outcomes:
+            assert "PermissionError: [Errno 13] Permission denied" in text
+            assert str(saved / "iter_0000002/.metadata") in text
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -271,7 +441,6 @@ def replace_object(checkpoint: Path, name: str, content: bytes) -> None:
     edit_metadata(checkpoint, point)
 
 
-EXTRA = "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2"
 CRAFTED: dict[str, Callable[[Path, Evil], None]] = {
     ".metadata": lambda c, evil: write(".metadata", pickle.dumps(evil))(c),
     "common.pt": lambda c, evil: write("common.pt", saved_bytes(evil))(c),

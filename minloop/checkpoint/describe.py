@@ -161,8 +161,7 @@ def export_weights(
         raise ValueError(
             f"{opened.path} holds weights of {', '.join(sorted(map(str, saved)))}: say which dtype to write"
         )
-    wanted = dtype or saved.pop()
-    require_dtype(wanted)
+    wanted = require_dtype(dtype or saved.pop())
     parts: dict[str, list[MetadataIndex]] = defaultdict(list)
     for index in opened.metadata.storage_data:
         parts[index.fqn].append(index)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import pickle
 import re
 import sys
 from collections.abc import Generator
@@ -12,9 +11,9 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.safe_globals import SafeUnpickler
 
-from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint, load_plain
+from minloop.checkpoint.pickles import check_extra_state
+from minloop.checkpoint.reading import SavedCheckpoint, load_plain, named_errors
 from minloop.messages import say_once
 
 EXTRA_STATE = "_extra_state"
@@ -51,10 +50,8 @@ def check_extra_states(saved: SavedCheckpoint, content: dict[str, Any]) -> None:
             load_plain(value, saved.path / name)
             value.seek(0)
         elif isinstance(value, torch.Tensor) and value.numel():
-            try:
-                SafeUnpickler(io.BytesIO(value.cpu().numpy().tobytes())).load()
-            except pickle.UnpicklingError as error:
-                raise CheckpointError(f"{saved.path}: {name} is refused ({error}); nothing of it was run") from error
+            with named_errors(saved.path / name):
+                check_extra_state(value.cpu().numpy().tobytes())
 
 
 def leave_out_other_scales(saved: SavedCheckpoint, content: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import zipfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,19 +23,23 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from minloop.checkpoint.full_names import OPTIMIZER_STATE
+from minloop.checkpoint.reader_errors import is_of_the_reader, name_file
 from minloop.checkpoint.reading import (
-    EARLIER,
     READERS,
     CheckpointError,
     check_format,
+    named_errors,
     read_common,
     read_metadata,
     read_slice,
+    with_common_names,
 )
 from minloop.disk import sync, write_durably
 
 MANIFEST = "integrity.json"
 ALGORITHM = "sha256"
+OBJECT = re.compile(r"[^/]*/shard_\d+(\.\d+)*_\d+(\.\d+)*")
+"""Names of objects, which mcore takes apart: ".../shard_<place>_<of how many>"."""
 
 
 class FileRecord(NamedTuple):
@@ -89,6 +94,8 @@ def verify_checkpoint(directory: str | Path, *, contents: bool = True) -> list[s
         directory: one checkpoint ("…/iter_0000005").
         contents: read every file and compare it with its digest, or, where none was saved, with PyTorch's CRC-32;
             False looks at names and sizes only.
+    Raises:
+        OSError, MemoryError: it cannot be read here and now (rights, open files, memory), which is no fault of its.
     """
     path = Path(directory)
     if not (path / "metadata.json").exists() and any(path.glob("iter_*")):
@@ -101,16 +108,22 @@ def verify_checkpoint(directory: str | Path, *, contents: bool = True) -> list[s
 
 
 def structural_faults(path: Path) -> list[str]:
-    """Faults that show without reading tensors: of names, sizes, format, and the records of what lies where."""
+    """Faults that show without reading tensors: of names, sizes, format, and the records of what lies where.
+
+    Raises:
+        OSError, MemoryError: of the reader's, see `reader_errors`.
+    """
     try:
-        check_format(path)
+        format = check_format(path)
         metadata = read_metadata(path)
         if absent := _wrong_sizes(path, metadata):
             return absent
-        read_common(path, metadata)
+        with_common_names(path, format, metadata, read_common(path, metadata))
     except CheckpointError as error:
         return [str(error)]
-    except OSError as error:  # another process deletes it, or it cannot be listed
+    except OSError as error:  # another process deletes it, or its disk is broken
+        if is_of_the_reader(error):
+            raise
         return [f"{path} cannot be read: {error}"]
     return [*_incomplete_tensors(path, metadata)]
 
@@ -128,6 +141,7 @@ def content_faults(path: Path, names: Iterable[str]) -> list[str]:
 
     Raises:
         CheckpointError: integrity.json or `.metadata` cannot be read.
+        OSError, MemoryError: of the reader's, see `reader_errors`.
     """
     _, digests, algorithm = read_manifest(path)
     metadata = read_metadata(path)
@@ -137,7 +151,10 @@ def content_faults(path: Path, names: Iterable[str]) -> list[str]:
             if name in digests:
                 return _wrong_digest(path / name, digests[name], algorithm)
             return _wrong_crc(path, name, metadata)
-        except OSError as error:
+        except Exception as error:  # garbage makes readers raise anything
+            if is_of_the_reader(error):
+                name_file(error, path / name)
+                raise
             return f"{path / name} cannot be read: {error}"
 
     with ThreadPoolExecutor(READERS) as pool:
@@ -153,7 +170,7 @@ def read_manifest(path: Path) -> tuple[dict[str, int], dict[str, str], str]:
     file = path / MANIFEST
     if not file.exists():
         return {}, {}, ""
-    try:
+    with named_errors(file):
         content: dict[str, Any] = json.loads(file.read_text())
         sizes = {str(name): int(size) for name, size in content.get("bytes", {}).items()}
         digests = {str(name): str(digest) for name, digest in content["files"].items()}
@@ -162,9 +179,7 @@ def read_manifest(path: Path) -> tuple[dict[str, int], dict[str, str], str]:
             raise ValueError("it names files outside the checkpoint")
         if digests and algorithm not in hashlib.algorithms_guaranteed:
             raise ValueError(f"hashlib knows no algorithm {algorithm!r}")
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}: {error}); {EARLIER}") from error
-    return sizes, digests, algorithm
+        return sizes, digests, algorithm
 
 
 def _wrong_sizes(path: Path, metadata: Metadata) -> list[str]:
@@ -191,6 +206,8 @@ def _incomplete_tensors(path: Path, metadata: Metadata) -> Iterable[str]:
         if not isinstance(tensor, TensorStorageMetadata):
             if (name, ()) not in places:
                 yield f"{path / '.metadata'} says of the object {name} not where it lies"
+            if not OBJECT.fullmatch(name):
+                yield f"{path / '.metadata'} names an object {name!r}, without the place that mcore's names end with"
             continue
         stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks if (name, tuple(chunk.offsets)) in places)
         # an optimizer holds nothing of layers that are frozen

@@ -12,23 +12,16 @@ import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import (
-    _StorageInfo,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,  # pyright: ignore[reportPrivateUsage]
-    Metadata,
-    MetadataIndex,
-)
-from torch.serialization import _get_layout  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from minloop.checkpoint.full_names import FORMATS, TORCH_DIST, as_stored, as_torch_dist
+from minloop.checkpoint.metadata_form import check_metadata
+from minloop.checkpoint.pickles import MetadataUnpickler, NotPlainError, enums_sealed
+from minloop.checkpoint.reader_errors import is_of_the_reader, name_file
 from minloop.checkpoint.records import wrong_records
 
 VERSION = 1
@@ -37,19 +30,6 @@ READERS = 8
 """Threads that read files; each holds one part of a tensor in memory."""
 COMMON = "common_state/shard_0_1"
 """mcore's key of everything in a checkpoint that is no tensor and the same on every rank."""
-
-METADATA_CLASSES: dict[tuple[str, str], Any] = {
-    **{("torch.distributed.checkpoint.metadata", name): getattr(dcp, name) for name in dcp.__all__},
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    ("pathlib", "PosixPath"): PurePosixPath,  # the folder where it was saved
-    ("pathlib._local", "PosixPath"): PurePosixPath,  # the same, by Python 3.13
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): torch_strategy.MCoreMetadata,
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): torch_strategy.MCoreSavePlan,
-}
-"""What `.metadata` may name, beside dtypes."""
 
 
 class CheckpointError(RuntimeError):
@@ -80,10 +60,15 @@ def read_checkpoint(path: Path) -> SavedCheckpoint:
 
     Raises:
         CheckpointError: a file is missing, damaged or of another format, or holds more than plain data.
+        OSError, MemoryError: as `named_errors`.
     """
     format = check_format(path)
     metadata = read_metadata(path)
-    common = read_common(path, metadata)
+    return with_common_names(path, format, metadata, read_common(path, metadata))
+
+
+def with_common_names(path: Path, format: str, metadata: Metadata, common: dict[str, Any]) -> SavedCheckpoint:
+    """Put together what was read, with the names of "torch_dist"; raise CheckpointError if their table is no such."""
     if format == TORCH_DIST:
         return SavedCheckpoint(path, metadata, common)
     if "names" not in common.get("minloop", {}):
@@ -120,16 +105,17 @@ def read_metadata(path: Path) -> Metadata:
 
     Raises:
         CheckpointError: missing, damaged, or naming any other class or file outside the directory.
+        OSError, MemoryError: as `named_errors`.
     """
     file = path / ".metadata"
-    with named_errors(file), file.open("rb") as stream:
-        metadata = _MetadataUnpickler(stream).load()
-        tensors, places = metadata.state_dict_metadata, metadata.storage_data
-        if not all(isinstance(x, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata) for x in tensors.values()):
-            raise ValueError("it describes something that is neither a tensor nor an object")
-        for index, place in places.items():
-            if Path(place.relative_path).name != place.relative_path or min(place.offset, place.length) < 0:
-                raise ValueError(f"it places {index.fqn} in {place.relative_path}, which is no file of the checkpoint")
+    with named_errors(file):
+        content = file.read_bytes()
+        try:
+            metadata = MetadataUnpickler(io.BytesIO(content)).load()
+        except MemoryError as error:  # a flipped byte asks for any amount
+            bytearray(200 * len(content))  # raises it again where a sound one's objects find no room either
+            raise ValueError("it asks for more memory than it can need") from error
+        check_metadata(metadata)
     return metadata
 
 
@@ -141,7 +127,7 @@ def read_common(path: Path, metadata: Metadata) -> dict[str, Any]:
     """
     file = path / "common.pt"
     if file.is_file():  # by mcore before 0.17; mcore prefers it too
-        with file.open("rb") as stream:
+        with named_errors(file), file.open("rb") as stream:
             common = load_plain(stream, file)
     else:
         place = next((place for index, place in metadata.storage_data.items() if index.fqn == COMMON), None)
@@ -183,22 +169,16 @@ def load_plain(stream: IO[bytes], file: Path) -> Any:
     Raises:
         CheckpointError: damaged, or a pickle that names anything else; `file` is named in it.
     """
-    with named_errors(file):
+    with named_errors(file), enums_sealed():
         return torch.load(stream, map_location="cpu", weights_only=True)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
-            return dtype
-        if (module_name, global_name) not in METADATA_CLASSES:
-            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
-        return METADATA_CLASSES[module_name, global_name]
 
 
 @contextmanager
 def named_errors(file: Path) -> Generator[None]:
-    """Turn whatever goes wrong with a file into a CheckpointError that names it."""
+    """Turn whatever goes wrong with a file into a CheckpointError that names it.
+
+    Errors of the reader's (its rights, open files, memory: `reader_errors`) are raised as they are, the file named.
+    """
     try:
         yield
     except CheckpointError:
@@ -206,11 +186,20 @@ def named_errors(file: Path) -> Generator[None]:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing; {EARLIER}") from None
     except Exception as error:  # garbage makes readers raise anything
+        if is_of_the_reader(error):
+            name_file(error, file)
+            raise
         text = str(error)
-        foreign = re.search(r"it names (\S+)|GLOBAL (\S+)", text)
+        changed = re.search(r"Can only \w+ .* but got .*|Trying to call reduce .*", text)  # by PyTorch
+        if isinstance(error, NotPlainError) or (isinstance(error, pickle.UnpicklingError) and changed):
+            raise CheckpointError(
+                f"{file} is refused ({changed[0] if changed else text}): it holds more than plain data, and loading it "
+                "could run code of whoever wrote it; nothing of it was run"
+            ) from None
+        foreign = re.search(r"GLOBAL (\S+)", text)
         if isinstance(error, pickle.UnpicklingError) and foreign:
             raise CheckpointError(
-                f"{file} is refused: it asks for {foreign[1] or foreign[2]}, which is no part of a checkpoint, and "
+                f"{file} is refused: it asks for {foreign[1]}, which is no part of a checkpoint, and "
                 "loading it could run code of whoever wrote it; nothing of it was run. If you know the writer and it "
                 "is a class of plain data, allow it with torch.serialization.add_safe_globals"
             ) from None

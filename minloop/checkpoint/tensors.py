@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from minloop.checkpoint.agreement import agreed
 from minloop.checkpoint.extra_state import EXTRA_STATE, check_extra_states, leave_out_other_scales
 from minloop.checkpoint.full_names import OPTIMIZER_STATE
+from minloop.checkpoint.reader_errors import is_of_the_reader
 from minloop.checkpoint.reading import CheckpointError, SavedCheckpoint
 from minloop.checkpoint.restricted import read_safely
 from minloop.messages import without_warnings
@@ -174,6 +175,8 @@ def _said_as_checkpoint_error(saved: SavedCheckpoint) -> Generator[None]:
         yield
     except CheckpointException as error:  # PyTorch's, which is no Exception
         cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, Exception) and is_of_the_reader(cause):
+            raise cause from None
         text = str(cause) if isinstance(cause, CheckpointError) else f"{saved.path} cannot be read: {cause!r}"
         raise CheckpointError(f"{text}; part of it is in the model already: build the state anew") from cause
 

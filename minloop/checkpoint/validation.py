@@ -18,6 +18,8 @@ def check_parts(sharded: dict[str, Any]) -> None:
         ValueError: a tensor without elements, which mcore cannot save; the message names it.
         RuntimeError: parts overlap, or some are missing.
     """
+    parts: Any
+    common: Any
     parts, common = save_preprocess(sharded, validate_access_integrity=False)
     everyones: Any = determine_global_metadata(parts)[1]
     with agreed():

@@ -17,10 +17,11 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def require_dtype(dtype: Any) -> None:
-    """Raise ValueError if weights are not written in this dtype."""
+def require_dtype(dtype: Any) -> torch.dtype:
+    """Return `dtype`; raise ValueError if weights are not written in it."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: weights are written as {', '.join(map(str, DTYPES))}")
+    return dtype
 
 
 class WeightFiles:

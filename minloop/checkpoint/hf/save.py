@@ -47,7 +47,7 @@ def save_hf_weights(
     dtype = dtype or get_model_config(chunks[0]).params_dtype
     with as_the_world(groups_of(chunks)):
         with agreed():
-            require_dtype(dtype)
+            dtype = require_dtype(dtype)
             entries = config_entries(hf_config)
             model = read_hf_config(entries)
             check_model(chunks, model)
