@@ -89,8 +89,9 @@ def test_pytorch_counts_as_many_in_a_step(model: str) -> None:
     with mock.patch.dict("minloop.layers.attention._KERNELS", {AttnBackend.auto: (SDPBackend.MATH,)}):
         state = small_state(transformer_impl="local", gradient_accumulation_fusion=False, **MODELS[model])
     loader = text_loader(state)
+    router = mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None)  # as without it
     # Torch's counter does not know the fused attention of CPUs; that of GPUs makes one product again in its backward.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    with router, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         minloop.train_step(state, loader, num_microbatches=1)
     tokens = MICRO_BATCH_SIZE * SEQUENCE_LENGTH
     assert counter.get_total_flops() == tokens * flops_per_token(state.config, **SIZES, causal=False)

@@ -257,7 +257,7 @@ def test_a_save_that_is_killed_leaves_the_former(tmp_path: Path) -> None:
     assert run_ranks(1, load_weights_alone, str(tmp_path)) == [[]]
     metadata = tmp_path / "iter_0000000" / "metadata.json"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"sharded_backend": "torch_dist"}))
-    assert "model.module.output_layer.weight" in minloop.describe_checkpoint(tmp_path).weights
+    assert "model.module.output_layer.weight" in minloop.describe_checkpoint(metadata.parent).weights
 
 
 def with_a_frozen_layer(config: Any, groups: Any, **sizes: Any) -> Any:
