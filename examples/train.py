@@ -34,7 +34,7 @@ def main(train_iters=10, directory="checkpoints/train", vocab_size=256, sequence
 
     saved = minloop.save_checkpoint(directory, state, loader)
     fresh = build(vocab_size, sequence_length, seed=4321, **layout)
-    minloop.load_checkpoint(saved, fresh)
+    minloop.load_checkpoint(saved, fresh, loader)
     with minloop.gathered_parameters(state.chunks):
         ours, theirs = ([p for chunk in s.chunks for p in chunk.parameters()] for s in (state, fresh))
         equal = torch.tensor(int(all(map(torch.equal, ours, theirs))), device=torch.cuda.current_device())
