@@ -118,3 +118,12 @@ def train(
     count = minloop.num_microbatches(global_batch_size, micro_batch_size, state.groups)
     metrics = [minloop.train_step(state, loader, num_microbatches=count) for _ in range(steps)]
     return [(step.loss.item(), 0.0 if step.grad_norm is None else step.grad_norm.item()) for step in metrics]
+
+
+def failure_of(action: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """The error that a call ends in, with its type, or "no error"."""
+    try:
+        action(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,7 +1,6 @@
 """What ranks, runs and other tools do to a checkpoint at the same time: one outcome on all ranks, nothing lost."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small import small_state, text_loader, train
+from small import failure_of, small_state, text_loader, train
 
 import minloop
 from minloop.checkpoint import directory as tree
@@ -27,14 +26,6 @@ class Position:
 
     def load_state_dict(self, state: Any) -> None:
         self.position = state["at"]
-
-
-def failure_of(action: Callable[..., object], *args: Any, **kwargs: Any) -> str:
-    try:
-        action(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def save_what_differs(directory: str) -> list[str]:

@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from small import small_state, text_loader, train
+from small import failure_of, small_state, text_loader, train
 from torch.distributed.checkpoint.metadata import Metadata
 
 import minloop
@@ -42,14 +41,6 @@ class Position:
 
     def load_state_dict(self, state: Any) -> None:
         self.position = state
-
-
-def failure_of(action: Callable[..., object], *args: Any, **kwargs: Any) -> str:
-    try:
-        action(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def gone() -> dict[str, int]:
