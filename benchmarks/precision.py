@@ -4,18 +4,16 @@
     ... benchmarks/precision.py bf16 fp8_delayed steps=50
 
 Words are names of CASES, all if there is none, and `name=value`: `steps=200`, `shape=text`. The text is Python's
-standard library, byte by byte; every case reads the same windows of it in the same order. Losses (nats per byte), the
-median time of a step and the steps that fp16's scaling skipped go to results/precision.json after every case, from
-which docs/precision.py draws. A case that fails is written down with its error, and the next one runs. How far runs of
-one precision come apart by themselves is what bf16's with weights rounded otherwise say.
+standard library, byte by byte; every case reads the same windows of it in the same order. Losses (nats per byte) and
+the steps that fp16's scaling skipped go to results/precision.json after every case, from which docs/precision.py draws.
+A case that fails is written down with its error, and the next one runs. How far runs of one precision come apart by
+themselves is what bf16's with weights rounded otherwise say. Calls for other cases may share the GPU: nothing is timed.
 """
 
 import json
 import random
-import statistics
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -114,26 +112,21 @@ def build(shape: Shape, fields: dict[str, Any], steps: int) -> minloop.TrainStat
 
 
 def train(shape: Shape, fields: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Losses of all steps, milliseconds of the later ones, skipped steps, and losses in evaluation.
+    """Losses of all steps, skipped steps, and losses in evaluation.
 
     The evaluation between the halves shows that FP8's cached weights are made anew where a forward pass needs them.
     """
     state, data = build(shape, fields, steps), batches(shape)
     count = minloop.num_microbatches(shape.global_batch_size, shape.micro_batch_size, state.groups)
     losses: list[torch.Tensor] = []
-    times: list[float] = []
     evaluations: list[float] = []
     for step in range(steps):
-        begin = time.perf_counter()
         losses.append(minloop.train_step(state, data, num_microbatches=count).loss)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1000)
         if step + 1 in (steps // 2, steps):
             evaluations.append(minloop.eval_step(state, batches(shape, 2), num_microbatches=count).loss.item())
     made = {
         "losses": [round(loss.item(), 5) for loss in losses],
         "evaluations": [round(loss, 5) for loss in evaluations],
-        "median_ms": round(statistics.median(times[len(times) // 4 :]), 2),
         "skipped": state.skipped_iterations,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     }
@@ -173,7 +166,7 @@ def main(given: list[str]) -> None:
         about = {"machine": machine(), "date": datetime.now(UTC).date().isoformat(), "versions": versions}
         if torch.cuda.is_available():
             file.write_text(json.dumps(about | {"shape": shape.name, "cases": cases}) + "\n")
-        shown = {key: cases[name][key] for key in ("median_ms", "skipped", "error") if key in cases[name]}
+        shown = {key: cases[name][key] for key in ("skipped", "error") if key in cases[name]}
         print(name, shown, cases[name].get("losses", [])[-1:], flush=True)
 
 

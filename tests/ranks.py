@@ -214,6 +214,7 @@ def _rank_main(pipe: Connection, folder: Path, job: bytes, environment: dict[str
     output = (folder / "output").open("wb")
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output.fileno(), stream.fileno())
+    faulthandler.enable()  # an abort in C++ says where Python was
     faulthandler.register(signal.SIGUSR1, file=(folder / "stacks").open("w"), all_threads=True)
     threading.Thread(target=_die_with_parent, name="die with parent", daemon=True).start()
     multiprocessing.set_start_method(None, force=True)  # the platform's own, as in a process that torchrun starts
