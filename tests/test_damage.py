@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from ranks import run_ranks
 from small import small_state, text_loader
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -407,6 +409,23 @@ def test_verify_checkpoint_lists_every_fault(saved: Path, tmp_path: Path) -> Non
     assert minloop.verify_checkpoint(checkpoint) == faults
     without_manifest(checkpoint)
     assert ["CRC-32" in fault for fault in minloop.verify_checkpoint(checkpoint)] == [True] * len(flipped)
+
+
+def verified_by_mcore(checkpoint: str) -> str:
+    try:
+        dist_checkpointing.load({}, checkpoint, verify_integrity=True)
+    except CheckpointingException as error:
+        return str(error)
+    return "sound"
+
+
+def test_mcores_own_load_verifies_by_our_manifest(saved: Path, tmp_path: Path) -> None:
+    checkpoint = Path(shutil.copytree(saved / "iter_0000002", tmp_path / "iter_0000002"))
+    assert run_ranks(2, verified_by_mcore, str(checkpoint), init="gloo") == ["sound", "sound"]
+    flip(checkpoint)
+    for said in run_ranks(2, verified_by_mcore, str(checkpoint), init="gloo"):
+        assert "integrity verification failed for 1 file(s)" in said
+        assert f"{shard(checkpoint).name}: hash mismatch" in said
 
 
 class Evil:

@@ -20,6 +20,7 @@ from small import (
     SEQUENCE_LENGTH,
     VOCAB_SIZE,
     Text,
+    failure_of,
     rounding,
     small_state,
     text_loader,
@@ -169,6 +170,28 @@ def test_ours_goes_on_from_megatron_lm(tmp_path: Path, case: str) -> None:
     (straight,) = run_ranks(1, megatron_lm, f"{MODEL} {words}", 3, save=str(tmp_path), steps_after=2)
     (resumed,) = run_ranks(1, ours, str(tmp_path), 2, **options)
     assert_equal(resumed, straight[3:])
+
+
+def load_by_buckets(directory: str, options: dict[str, Any]) -> tuple[str, float]:
+    state = small_state(seed=77, transformer_impl="local", **options)
+    before = [parameter.detach().clone() for parameter in state.chunks[0].parameters()]
+    said = failure_of(minloop.load_checkpoint, directory, state, text_loader(state))
+    assert all(map(torch.equal, before, state.chunks[0].parameters()))
+    minloop.load_checkpoint(directory, state, weights_only=True)
+    loss, _ = train(state, text_loader(state), 1)[0]
+    minloop.shutdown_distributed()
+    return said, loss
+
+
+def test_an_optimizer_by_buckets_is_refused_by_name_in_another_layout(tmp_path: Path) -> None:
+    run_ranks(1, megatron_lm, f"{MODEL} --use-distributed-optimizer", 3, save=str(tmp_path))
+    zero1 = {"ddp": {"use_distributed_optimizer": True}}
+    for options in (zero1 | {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}):
+        (said, loss), other = run_ranks(2, load_by_buckets, str(tmp_path), options)
+        assert said.startswith("ValueError: ")
+        assert "stored by buckets (distrib_optim_sharding_type='dp_reshardable'): only a distributed opt" in said
+        assert "--dist-ckpt-optim-fully-reshardable, or load with weights_only=True" in said
+        assert other == (said, loss)
 
 
 def as_megatron_bridge_saves(directory: str) -> list[tuple[float, float]]:

@@ -102,6 +102,30 @@ def test_a_save_behind_training_holds_the_moment_of_the_call(tmp_path: Path, opt
         assert torch.equal(value, behind[key]) if torch.is_tensor(value) else value == behind[key], key
 
 
+def save_weights_behind(directory: str) -> list[str]:
+    state = small_state(**LAYOUT, ddp={"use_distributed_optimizer": True})
+    loader = text_loader(state)
+    train(state, loader, 1)
+    pending = minloop.start_save(directory, state, loader, weights_only=True)
+    whole = minloop.save_checkpoint(f"{directory}/whole", state, loader)
+    train(state, loader, 1)
+    other = small_state(seed=9, **LAYOUT)
+    minloop.load_checkpoint(pending.wait(), other, weights_only=True)
+    (weights, all_of_it) = (minloop.describe_checkpoint(path) for path in (pending.directory, whole))
+    assert not weights.optimizer
+    assert all_of_it.optimizer
+    assert weights.weights == all_of_it.weights
+    found = [weights_of(other)]
+    minloop.load_checkpoint(whole, other, weights_only=True)
+    minloop.shutdown_distributed()
+    return [*found, weights_of(other)]
+
+
+def test_weights_alone_are_saved_behind_training(tmp_path: Path) -> None:
+    for behind, at_once in run_ranks(2, save_weights_behind, str(tmp_path)):
+        assert behind == at_once
+
+
 def failure_of(save: Callable[[], object]) -> str:
     try:
         save()

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from minloop.checkpoint.directory import REPLACED, TRACKER, UNFINISHED, complete_checkpoints, missing_parts
+from minloop.checkpoint.foreign import foreign_format
 from minloop.checkpoint.megatron_bridge import LATEST_TRAIN_STATE, TRAIN_STATE
 from minloop.disk import DELETED, delete, hold, is_in_use, remove, sync, write_durably
 from minloop.messages import logger
@@ -21,9 +22,12 @@ def begin(final: Path) -> Path:
 
     Raises:
         OSError: the place cannot be written.
-        RuntimeError: another run writes there, or the directory was removed since this one did.
+        RuntimeError: another run writes there, or the directory was removed since this one did; a checkpoint of
+            another format has the name.
     """
     hold(final.parent)
+    if final.is_dir() and missing_parts(final) and (said := foreign_format(final)):
+        raise RuntimeError(f"{final} {said}, and would be lost: save into another directory")
     for leftover in final.parent.glob("iter_*"):
         if leftover.name.endswith((UNFINISHED, DELETED)):
             remove(leftover)

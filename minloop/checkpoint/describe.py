@@ -181,16 +181,14 @@ def export_weights(
 
 def _sound(checkpoint: str | Path, verify: bool | None) -> Path:
     """The checkpoint that is meant, its contents compared; of a run's, the newest that is not damaged."""
-    found, faults = directory.candidates(checkpoint), list[str]()
-    for number, path in enumerate(found):
+
+    def faults_of(path: Path) -> list[str]:
         faults = structural_faults(path)
         if not faults and verify is not False:
             faults = content_faults(path, files_to_verify(path, without_digest=verify is True))
-        if not faults:
-            return path
-        if len(found) > 1:
-            directory.say_passed_over(path, faults, found[number + 1 :])
-    raise directory.all_damaged(checkpoint, found, faults)
+        return faults
+
+    return directory.newest_sound(checkpoint, lambda: directory.candidates(checkpoint), faults_of)
 
 
 def _full(

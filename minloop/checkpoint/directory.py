@@ -10,11 +10,13 @@ checkpoints/.lock                                 who writes here
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from minloop.checkpoint.agreement import agreed, from_first_rank
+from minloop.checkpoint.foreign import refuse_foreign
 from minloop.checkpoint.integrity import content_faults, files_to_verify, structural_faults
 from minloop.checkpoint.reading import EARLIER, CheckpointError, SavedCheckpoint, read_checkpoint
 from minloop.checkpoint.shared import require_same_checkpoint, require_seen_by_first
@@ -61,14 +63,33 @@ def _tracked(root: Path) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def _complete_said(root: Path) -> list[Path]:
-    """Complete checkpoints, newest first; if that is not the one the tracker names, which is taken is said."""
+def _checkpoints_of(root: Path) -> list[Path]:
+    """Complete checkpoints, newest first; if that is not the one the tracker names, which is taken is said.
+
+    Raises:
+        CheckpointError: what lies there is of a format that is not read here; or none is left of what the tracker,
+            which is written last, names.
+    """
     complete, newest = complete_checkpoints(root), _tracked(root)
+    if newest is not None and newest not in complete:  # it may have come while the directory was read
+        complete, newest = complete_checkpoints(root), _tracked(root)
     if newest is not None and newest not in complete:
         path = iteration_directory(root, newest)
-        if missing := missing_parts(path):  # else it came while the directory was read
-            say_passed_over(path, [f"it lacks {', '.join(missing)}"], [*complete.values()])
+        refuse_foreign(path)
+        if not complete:
+            raise _lost(root, newest)
+        _say_passed_over(path, [f"it lacks {', '.join(missing_parts(path))}"], [*complete.values()])
+    if not complete:
+        refuse_foreign(root)
+        refuse_foreign(root / "release")  # where Megatron-LM's tools put weights that they convert
     return [*complete.values()]
+
+
+def _lost(root: Path, newest: int) -> CheckpointError:
+    return CheckpointError(
+        f"{root / TRACKER} names iteration {newest}, and {root} holds no complete checkpoint of it or an earlier one: "
+        "bring them back, or delete that file to begin anew"
+    )
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
@@ -79,24 +100,35 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     `verify_checkpoint`).
 
     Raises:
-        CheckpointError: there are complete checkpoints, and each has such faults.
+        CheckpointError: there are complete checkpoints, and each has such faults; or what lies there, or what the
+            tracker names, is of a format that is not read here; or none is left of those that it names.
     """
-    if Path(directory).is_dir() and not missing_parts(Path(directory)):
-        return Path(directory)
+    try:
+        return resolve(directory)
+    except FileNotFoundError:
+        return None
+
+
+def newest_sound(given: str | Path, find: Callable[[], list[Path]], faults_of: Callable[[Path], list[str]]) -> Path:
+    """Return the first of the checkpoints that `find` returns in which `faults_of` finds no faults.
+
+    Those passed over for it are said. A run may delete what it has replaced: they are looked for until none is new.
+
+    Raises:
+        CheckpointError: there is none; the message names the faults.
+    """
     seen, faults = list[Path](), list[str]()
-    while seen != (complete := _complete_said(Path(directory))):  # a run may delete what it has replaced
-        for number, path in enumerate(complete):
-            if not (faults := structural_faults(path)):
+    while seen != (found := find()):
+        for number, path in enumerate(found):
+            if not (faults := faults_of(path)):
                 return path
-            if path.exists():
-                say_passed_over(path, faults, complete[number + 1 :])
-        seen = complete
-    if seen:
-        raise all_damaged(directory, seen, faults)
-    return None
+            if len(found) > 1 and path.exists():
+                _say_passed_over(path, faults, found[number + 1 :])
+        seen = found
+    raise _all_damaged(given, seen, faults)
 
 
-def say_passed_over(path: Path, faults: list[str], earlier: list[Path]) -> None:
+def _say_passed_over(path: Path, faults: list[str], earlier: list[Path]) -> None:
     """Say that the newest checkpoint is damaged, and which one is tried in its place."""
     instead = f"{earlier[0]} is tried in its place" if earlier else "there is none before it"
     say_once(f"{path} is damaged ({'; '.join(faults[:3])}); {instead}")
@@ -107,14 +139,18 @@ def candidates(path: str | Path) -> list[Path]:
 
     Raises:
         FileNotFoundError: there is none, or it is incomplete; the message says which part is missing.
+        CheckpointError: what lies there, or what the tracker names, is of a format that is not read here; or none is
+            left of what it names.
     """
     path = Path(path)
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: give the directory of a checkpoint, or of a run's")
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a directory: nothing to load")
     missing = missing_parts(path)
     if not missing:
         return [path]
-    found = _complete_said(path)
+    found = _checkpoints_of(path)
     if not found and re.match(r"iter_\d{7}", path.name):
         raise FileNotFoundError(
             f"{path} is incomplete, it lacks {', '.join(missing)}: the save was cut short; load an earlier checkpoint"
@@ -129,6 +165,8 @@ def _holds_one(path: str | Path) -> bool:
         return bool(candidates(path))
     except FileNotFoundError:
         return False
+    except CheckpointError:  # one that cannot be read, which is not none
+        return True
 
 
 def holds_one_for_all(path: str | Path) -> bool:
@@ -147,10 +185,12 @@ def resolve(path: str | Path) -> Path:
     """Return the checkpoint that `path` means: itself, or the newest undamaged one under it.
 
     Raises:
-        FileNotFoundError: there is none, or it is incomplete; the message says which part is missing.
+        FileNotFoundError, CheckpointError: as `candidates`; or all under it are damaged.
     """
-    found = candidates(path)
-    return found[0] if found == [Path(path)] else (latest_checkpoint(path) or found[0])
+    path = Path(path)
+    if path.is_dir() and not missing_parts(path):
+        return path
+    return newest_sound(path, lambda: candidates(path), structural_faults)
 
 
 def open_checkpoint(checkpoint: str | Path, verify: bool | None) -> SavedCheckpoint:
@@ -162,33 +202,29 @@ def open_checkpoint(checkpoint: str | Path, verify: bool | None) -> SavedCheckpo
         verify: compare contents: True all files, None those with a digest, False none. The ranks share the work.
     Raises:
         FileNotFoundError: nothing complete there.
-        CheckpointError: damaged; the message names each file.
+        CheckpointError: damaged, the message names each file; or as `candidates`.
         RuntimeError: not the same on all ranks; the message names those that do not see what rank 0 does.
     """
+
+    def faults_of(path: Path) -> list[str]:
+        mark_in_use(path)
+        faults = from_first_rank(functools.partial(structural_faults, path))
+        if not faults:
+            require_same_checkpoint(path)
+        if not faults and verify is not False:
+            faults = _shared_content_faults(path, without_digest=verify is True)
+        return faults
+
     try:
-        found = from_first_rank(lambda: candidates(checkpoint))
+        path = newest_sound(checkpoint, lambda: from_first_rank(lambda: candidates(checkpoint)), faults_of)
     except FileNotFoundError:
         require_seen_by_first(Path(checkpoint), found=_holds_one(checkpoint))
         raise
-    seen, faults = list[Path](), list[str]()
-    while found != seen:  # another run may delete what it has replaced
-        for number, path in enumerate(found):
-            mark_in_use(path)
-            faults = from_first_rank(functools.partial(structural_faults, path))
-            if not faults:
-                require_same_checkpoint(path)
-            if not faults and verify is not False:
-                faults = _shared_content_faults(path, without_digest=verify is True)
-            if not faults:
-                with agreed():
-                    return read_checkpoint(path)
-            if len(found) > 1 and path.exists():
-                say_passed_over(path, faults, found[number + 1 :])
-        seen, found = found, from_first_rank(lambda: candidates(checkpoint))
-    raise all_damaged(checkpoint, found, faults)
+    with agreed():
+        return read_checkpoint(path)
 
 
-def all_damaged(given: str | Path, found: list[Path], faults: list[str]) -> CheckpointError:
+def _all_damaged(given: str | Path, found: list[Path], faults: list[str]) -> CheckpointError:
     """The error for a checkpoint with faults, or for a run's directory with none but such, of the last of which."""
     shown = "; ".join(fault.removesuffix(f"; {EARLIER}") for fault in faults[:5])
     if found == [Path(given)]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from minloop.checkpoint.foreign import foreign_format
 from minloop.checkpoint.full_names import OPTIMIZER_STATE
 from minloop.checkpoint.reader_errors import is_of_the_reader, name_file
 from minloop.checkpoint.reading import (
@@ -100,6 +101,9 @@ def verify_checkpoint(directory: str | Path, *, contents: bool = True) -> list[s
     path = Path(directory)
     if not (path / "metadata.json").exists() and any(path.glob("iter_*")):
         return [f"{path} is no checkpoint but holds some: verify one of them, such as latest_checkpoint() returns"]
+    whole = (path / ".metadata").exists() and (path / "metadata.json").exists()
+    if not whole and (said := foreign_format(path)):
+        return [f"{path} {said}"]
     if faults := structural_faults(path):
         return faults
     if not contents:

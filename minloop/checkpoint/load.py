@@ -73,12 +73,14 @@ def load_checkpoint(
         verify: read all files and compare their contents before anything is loaded: True always, None those whose
             digests were saved, False none. Names and sizes are compared in any case.
         missing_ok: load nothing if a run's directory holds no complete checkpoint yet, as on its first start. All ranks
-            do what the first one sees, where each asking `latest_checkpoint` may see something else.
+            do what the first one sees, where each asking `latest_checkpoint` may see something else. A checkpoint of
+            another format, or a tracker of which no checkpoint is left, is an error all the same.
     Returns:
         The directory loaded; None if there is none.
     Raises:
         FileNotFoundError: no complete checkpoint there.
-        CheckpointError: a file is damaged, of another format, or holds more than plain data.
+        CheckpointError: a file is damaged, of another format (the message says what reads it), or holds more than plain
+            data; or none is left of the checkpoints that the tracker names.
         ValueError: the checkpoint is of another architecture, lacks tensors of this state, holds LoRA's adapters that
             it lacks, or no position of a loader, or one in other data; the message names the fields.
     """

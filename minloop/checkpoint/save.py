@@ -89,6 +89,7 @@ def start_save(
     keep_newest: int | None = None,
     keep_every: int | None = None,
     checksums: bool = True,
+    weights_only: bool = False,
 ) -> PendingSave:
     """Do what `save_checkpoint` does in the background: return once the state is copied, and training may go on.
 
@@ -108,7 +109,8 @@ def start_save(
         RuntimeError, ValueError: on every rank, as `save_checkpoint`; what fails later is raised by ``wait()``.
     """
     with as_the_world(state.groups):
-        save = _prepare(checkpoints, state, loader, Retention(keep_newest, keep_every), checksums, in_background=True)
+        retention = Retention(keep_newest, keep_every)
+        save = _prepare(checkpoints, state, loader, retention, checksums, in_background=True, weights_only=weights_only)
     return PendingSave(save.final, partial(save.finish, background.group_of_threads(state.groups)))
 
 

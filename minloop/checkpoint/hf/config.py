@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from minloop.checkpoint.foreign import not_hugging_face
 from minloop.checkpoint.hf.architectures import ARCHITECTURES, Architecture
 from minloop.data.tokenizers import pad_vocab_size
 
@@ -123,7 +124,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def config_entries(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a config, given themselves or by their directory."""
-    return dict(source) if isinstance(source, Mapping) else read_json(Path(source) / "config.json")
+    if isinstance(source, Mapping):
+        return dict(source)
+    file = Path(source) / "config.json"
+    if not file.is_file() and (instead := not_hugging_face(Path(source))):
+        raise FileNotFoundError(f"{file} is missing: {source} {instead}")
+    return read_json(file)
 
 
 def read_hf_config(source: str | Path | Mapping[str, Any]) -> HFModel:
