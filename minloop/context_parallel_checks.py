@@ -20,6 +20,8 @@ def check_context_parallel(config: Any) -> None:
             f"context_parallel_size ({config.context_parallel_size}) needs calculate_per_token_loss=True: otherwise "
             "all ranks' parts of a sequence weigh the same, however many of their tokens count: another model"
         )
+    if config.hybrid_context_parallel:
+        _check_hybrid(config)
     cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     if hierarchy and math.prod(hierarchy) != cp:
         raise ValueError(
@@ -44,6 +46,34 @@ def check_context_parallel(config: Any) -> None:
             )
     if cp > 1 and config.transformer_impl == "transformer_engine":
         _check_transformer_engine(config)
+
+
+def _check_hybrid(config: Any) -> None:
+    """Refuse what cannot go with samples that ranks take different numbers of, or whose ranks the layers do not ask."""
+    if not config.max_seqlen_per_dp_cp_rank:
+        raise ValueError(
+            "hybrid_context_parallel=True needs max_seqlen_per_dp_cp_rank, the most tokens of a sample on one rank, by "
+            "which it is decided how many ranks share it"
+        )
+    usual: dict[str, tuple[Any, ...]] = {
+        "context_parallel_size": (1,),  # chosen for each sample
+        "pipeline_model_parallel_size": (1,),
+        "cp_comm_type": (None, "p2p", "all_gather"),
+        "calculate_per_token_loss": (True,),
+        "num_moe_experts": (None, 0),
+        "mtp_num_layers": (None, 0),
+        "multi_latent_attention": (False,),
+        "is_hybrid_model": (False,),
+        "cuda_graph_impl": ("none",),
+        "fp8": (None, False),
+        "fp4": (None, False),
+    }
+    for name, values in usual.items():
+        if getattr(config, name) not in values:
+            raise ValueError(
+                f"hybrid_context_parallel=True with {name}={getattr(config, name)!r}: set that to "
+                f"{' or '.join(map(repr, values))}, or hybrid_context_parallel=False"
+            )
 
 
 def _check_transformer_engine(config: Any) -> None:

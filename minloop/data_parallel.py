@@ -4,7 +4,6 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Generator, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ def bind_hooks(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = per_chunk([chunk.no_sync for chunk in chunks])
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
-        config.param_sync_func = per_chunk([partial(chunk.start_param_sync) for chunk in chunks])
+        config.param_sync_func = per_chunk([chunk.start_param_sync for chunk in chunks])
 
 
 def _finalize(chunks: list[Any], *args: Any, **options: Any) -> None:

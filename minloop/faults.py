@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from minloop.checkpoint import load_checkpoint
 from minloop.checkpoint.background import wait_for_pending
 from minloop.checkpoint.content import restore_rng_state, rng_streams
 from minloop.checkpoint.loaders import Loaders
+from minloop.distributed import is_first_rank
 from minloop.everyone import from_all_ranks, over_all_ranks
 from minloop.fault_places import any_wrong_gradient, look
 from minloop.messages import logger
@@ -41,7 +41,7 @@ class Fault:
         kind: "loss" or "gradient", one that is NaN or infinite, or "spike".
         iteration: the step's number as it is logged, from 1.
         loss: mean over the global batch.
-        places: where, each "rank 1, microbatch 0 (samples 8 to 11)".
+        places: where, each "rank 1 on HOST", of a loss "rank 1 on HOST, microbatch 0 (samples 8 to 11 of the run)".
         parameters: of a gradient, the names of up to 3 parameters on each rank.
     """
 
@@ -137,12 +137,12 @@ class FaultGuard:
             computed = compute()
             if self._find(state, batches, computed) is None:
                 self.transient_faults.append(iteration)
-                _say(f"{fault}. Computed again it came out well: a transient fault of a device", logging.ERROR)
+                _say(state, f"{fault}. Computed again it came out well: a transient fault of a device", logging.ERROR)
                 return computed, True
             put_back()
             explanation += " Computed again it came out so again: the data, the model, or a device that always errs."
         if self.on_fault == "skip":
-            _say(f"{fault}. {explanation} The step is skipped", logging.WARNING)
+            _say(state, f"{fault}. {explanation} The step is skipped", logging.WARNING)
             return computed, False
         raise FaultError(fault, explanation)
 
@@ -167,7 +167,7 @@ class FaultGuard:
             raise error
         path = load_checkpoint(checkpoints, state, loader)
         self.iterations_to_skip.add(error.fault.iteration)
-        _say(f"{error} Back at {path.name}; iteration {error.fault.iteration} will be skipped", logging.WARNING)
+        _say(state, f"{error} Back at {path.name}; iteration {error.fault.iteration} will be skipped", logging.WARNING)
         return path
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,6 +210,6 @@ class FaultGuard:
         return loss > self.loss_spike * statistics.median(self._losses) > 0
 
 
-def _say(message: str, level: int) -> None:
-    if dist.get_rank() == 0:
+def _say(state: TrainState, message: str, level: int) -> None:
+    if is_first_rank(state.groups):
         logger.log(level, message)

@@ -171,22 +171,22 @@ def _latent_attention(config: Any, keys: float) -> float:
     return queries + keys_and_values + value * hidden + (query + value) * keys
 
 
-def _products(config: Any) -> int:
-    """How many products of hidden size by ffn hidden size an MLP has."""
+def matrices(config: Any) -> int:
+    """How many matrices of hidden size by ffn hidden size an MLP has: SwiGLU and the like have three."""
     return 3 if config.gated_linear_unit else 2
 
 
 def _mlp(config: Any, keys: float) -> float:
-    return _products(config) * config.hidden_size * config.ffn_hidden_size
+    return matrices(config) * config.hidden_size * config.ffn_hidden_size
 
 
 def _experts(config: Any, keys: float) -> float:
     hidden, latent = config.hidden_size, config.moe_latent_size
     shared = config.moe_shared_expert_intermediate_size
-    routed = _products(config) * (latent or hidden) * config.moe_ffn_hidden_size * config.moe_router_topk
+    routed = matrices(config) * (latent or hidden) * config.moe_ffn_hidden_size * config.moe_router_topk
     gate = hidden if shared and config.moe_shared_expert_gate else 0
     router = hidden * config.num_moe_experts
-    return routed + 2 * hidden * (latent or 0) + _products(config) * hidden * (shared or 0) + gate + router
+    return routed + 2 * hidden * (latent or 0) + matrices(config) * hidden * (shared or 0) + gate + router
 
 
 def _mamba(config: Any, keys: float) -> float:

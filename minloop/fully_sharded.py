@@ -53,8 +53,8 @@ def wrap_fsdp(
         fsdp_unit_modules: what is gathered at a time; by default mcore's, its layers.
     Raises:
         ValueError: a layout or option that this kind cannot train, see `minloop.fsdp_checks`; chunks or groups that do
-            not go with it, see `minloop.wrapping_checks`; no module of `fsdp_unit_modules` in a model; the ranks of
-            another job among those of the layout.
+            not go with it, see `minloop.wrapping_checks`; no module of `fsdp_unit_modules` in a model; with
+            Megatron FSDP, ranks of the default group that are not in the layout.
     """
     config = get_model_config(chunks[0])
     if not (is_torch_fsdp(ddp_config) or ddp_config.use_megatron_fsdp):

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+from minloop.hybrid_context_parallel import refuse_hybrid
 from minloop.microbatches import Microbatches
 from minloop.placement import model_attribute, place_batch
-from minloop.schedule import forward_backward
+from minloop.schedule import forward_backward, least_count
 from minloop.state import TrainState
 from minloop.step import evaluating
 
@@ -24,6 +25,7 @@ def forward_logits(state: TrainState, tokens: torch.Tensor) -> torch.Tensor:
     Returns:
         [b, s, vocab_size] float32.
     """
+    refuse_hybrid(state.config, "forward_logits")
     batch = {
         "tokens": tokens,
         "labels": tokens,  # to be checked like a batch; no loss is computed
@@ -31,8 +33,7 @@ def forward_logits(state: TrainState, tokens: torch.Tensor) -> torch.Tensor:
         "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens),
     }
     with evaluating(state):
-        # interleaved schedules want as many microbatches as stages
-        count = state.groups.pp.size() if state.config.virtual_pipeline_model_parallel_size else 1
+        count = least_count(state.config)
         reports = forward_backward(state, Microbatches([batch] * count, count), _logits_step, forward_only=True)
     groups = state.groups
     shape = (*tokens.shape, model_attribute(state.chunks[0], "vocab_size"))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ def claim_gpu(local_rank: int) -> None:
     torch.cuda.set_device(local_rank)
 
 
-def fault_environment(directory: str, *, timeout: timedelta) -> dict[str, str]:
+def fault_environment(directory: str | Path, *, timeout: timedelta) -> dict[str, str]:
     """Return what to set before ranks with NCCL start, so that one that hangs or dies leaves word of what it was doing.
 
     Nothing is set here: ``os.environ | fault_environment(...)`` is for the program that starts the ranks; a shell needs

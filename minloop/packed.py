@@ -5,24 +5,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 from minloop.data import Batch, CheckedBatch
 from minloop.losses import LossFunction, token_loss
-from minloop.placement import model_attribute, place_batch
+from minloop.placement import is_inner, model_attribute, place_batch
 
 
 def packed_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
     """`gpt_forward_step` for batches with `cu_seqlens`: of `pack_samples`, or of ``inter_document_masking=True``.
 
-    The batch is [1, s]. With context parallelism every sequence is cut into 2 × size chunks of its own.
+    The batch is [1, s]. With context parallelism every sequence is cut into 2 × size chunks of its own; with
+    `hybrid_context_parallel` it is one sample, [n], dealt out by `minloop.hybrid_context_parallel`.
 
     Raises:
         ValueError: another micro batch size than 1, no `cu_seqlens`, a sequence that context parallelism cannot divide,
             a token id outside the vocabulary.
     """
     batch = next(data)
+    if "local_cp_size" in batch:
+        return _sample_forward_step(batch, model)
     if "cu_seqlens" not in batch or batch["tokens"].shape[0] != 1:
         raise ValueError(
             f"a packed batch is [1, s] with cu_seqlens; this one holds tokens {list(batch['tokens'].shape)} and "
@@ -45,7 +49,26 @@ def packed_forward_step(data: Iterator[Batch], model: torch.nn.Module) -> tuple[
         max_seqlen_kv=longest,
     )
     chunk: Any = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-    inner = not (chunk.pre_process or chunk.post_process or getattr(chunk, "mtp_process", False))
-    options = {} if inner else {"labels": placed["labels"], "loss_mask": placed["loss_mask"]}
+    options = {} if is_inner(chunk) else {"labels": placed["labels"], "loss_mask": placed["loss_mask"]}
+    output = model(placed["tokens"], placed["position_ids"], None, packed_seq_params=params, **options)
+    return output, partial(token_loss, placed["loss_mask"])
+
+
+def _sample_forward_step(sample: Batch, model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
+    """One sample of hybrid context parallelism, over the ranks that it was dealt out to.
+
+    It is not packed: mcore turns packed queries by the layout's context parallel group, not by the sample's.
+    """
+    size, length = int(sample["local_cp_size"]), len(sample["tokens"])
+    group: Any = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size) if size > 1 else None
+    whole = {name: value[None] for name, value in sample.items() if value.dim()}
+    placed: Batch = place_batch(CheckedBatch(whole), model)
+    if group is not None:  # positions of mRoPE are cut where they are turned into angles
+        rows = {name: value for name, value in placed.items() if value.dim() == 2}
+        placed = placed | get_batch_on_this_cp_rank(rows, is_hybrid_cp=False, cp_group=group)
+    params = PackedSeqParams(
+        qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, local_cp_size=size, cp_group=group
+    )
+    options: dict[str, Any] = {"labels": placed["labels"], "loss_mask": placed["loss_mask"]}
     output = model(placed["tokens"], placed["position_ids"], None, packed_seq_params=params, **options)
     return output, partial(token_loss, placed["loss_mask"])

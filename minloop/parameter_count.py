@@ -8,7 +8,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
-from minloop.flops import gpt_layers
+from minloop.flops import gpt_layers, matrices
 
 
 @dataclass
@@ -134,30 +134,25 @@ def _attention(config: Any) -> Iterator[tuple[str, int]]:
         yield "other", config.num_attention_heads // tp
 
 
-def _matrices(config: Any) -> int:
-    """Matrices of hidden size by ffn hidden size: SwiGLU and the like have three."""
-    return 3 if config.gated_linear_unit else 2
-
-
 def _mlp(config: Any) -> Iterator[tuple[str, int]]:
     hidden, ffn = config.hidden_size, config.ffn_hidden_size // config.tensor_model_parallel_size
-    yield "linear", _matrices(config) * hidden * ffn
+    yield "linear", matrices(config) * hidden * ffn
     yield "other", _norm(config, hidden)
     if config.add_bias_linear:
-        yield "other", (_matrices(config) - 1) * ffn + hidden
+        yield "other", (matrices(config) - 1) * ffn + hidden
 
 
 def _experts(config: Any) -> Iterator[tuple[str, int]]:
-    hidden, matrices = config.hidden_size, _matrices(config)
+    hidden, count = config.hidden_size, matrices(config)
     tp = config.tensor_model_parallel_size
     ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or tp)
     local = config.num_moe_experts // config.expert_model_parallel_size
-    yield "expert_linear", local * matrices * hidden * ffn
+    yield "expert_linear", local * count * hidden * ffn
     yield "other", hidden * config.num_moe_experts + _norm(config, hidden)
     if config.add_bias_linear:
-        yield "expert_other", local * ((matrices - 1) * ffn + hidden)
+        yield "expert_other", local * ((count - 1) * ffn + hidden)
         yield "other", config.num_moe_experts
     if shared := config.moe_shared_expert_intermediate_size:
-        yield "linear", matrices * hidden * shared // tp
+        yield "linear", count * hidden * shared // tp
         if config.moe_shared_expert_gate:
             yield "other", hidden

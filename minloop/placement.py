@@ -69,6 +69,11 @@ def _mrope_positions(batch: Batch) -> torch.Tensor:
     return positions.transpose(0, 1).to(torch.cuda.current_device(), non_blocking=True)
 
 
+def is_inner(chunk: Any) -> bool:
+    """Whether a chunk has neither the embedding nor a loss: an intermediate pipeline stage's."""
+    return not (chunk.pre_process or chunk.post_process or getattr(chunk, "mtp_process", False))
+
+
 def model_attribute(model: torch.nn.Module, name: str) -> Any:
     """An attribute of the model inside mcore's wrappers."""
     return get_attr_wrapped_model(model, name)

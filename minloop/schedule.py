@@ -1,7 +1,7 @@
 """Forward and backward over the microbatches of a step: mcore's schedules, by launches or as one CUDA graph."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ from minloop.alive import left_midway
 from minloop.architecture import unwrapped
 from minloop.data import to_device
 from minloop.graph_checks import check_graph_sequence
+from minloop.hybrid_context_parallel import deal_out
 from minloop.losses import LossFunction, Report, exact_token_count
 from minloop.microbatches import Microbatches
-from minloop.placement import PlacedBatch, place_batch
+from minloop.placement import PlacedBatch, model_attribute, place_batch
 from minloop.state import TrainState
 
 ForwardStep = Callable[..., tuple[Any, LossFunction]]
@@ -92,6 +93,13 @@ def check_count(config: TransformerConfig, count: int) -> None:
         )
 
 
+def least_count(config: TransformerConfig) -> int:
+    """A number of microbatches whose multiples every schedule takes: interleaved ones want whole groups."""
+    if config.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
+
+
 def _tokens_ahead(batches: Sequence[Any], groups: ProcessGroupCollection) -> torch.Tensor:
     """The tokens of the global batch that count, 0-d float64. A placed batch is this context parallel rank's part."""
     if any("loss_mask" not in batch for batch in batches):
@@ -108,10 +116,14 @@ def run_schedule(
     """Run mcore's schedule over `batches`; returns the reports of the last pipeline stage, on others an empty list."""
     config, pp, several = state.config, state.groups.pp.size(), len(state.chunks) > 1
     schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=config.virtual_pipeline_model_parallel_size)
+    data: Any = [iter(batches) for _ in state.chunks] if several else iter(batches)
+    if config.hybrid_context_parallel:
+        data, own = deal_out(batches, config, state.groups, model_attribute(state.chunks[0], "vocab_size"))
+        forward_step = partial(_with_data, forward_step, own)
     with left_midway(state.groups):
         return schedule(
             forward_step_func=forward_step,
-            data_iterator=[iter(batches) for _ in state.chunks] if several else iter(batches),
+            data_iterator=data,
             model=state.chunks if several else state.chunks[0],
             num_microbatches=shape.count,
             seq_length=shape.seq_length,
@@ -120,3 +132,8 @@ def run_schedule(
             p2p_communicator=P2PCommunicator(state.groups.pp, config) if pp > 1 else None,
             pg_collection=state.groups,
         )
+
+
+def _with_data(forward_step: ForwardStep, own: Iterator[Any], _: Any, model: Any) -> tuple[Any, LossFunction]:
+    """mcore's schedule of hybrid context parallelism has data on the first tensor parallel rank only."""
+    return forward_step(own, model)

@@ -14,7 +14,7 @@ from minloop.data import Batch
 from minloop.data_parallel import gathered_parameters
 from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
-from minloop.placement import place_batch
+from minloop.placement import is_inner, place_batch
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState, advance, agree_on_batch, require_memory, require_optimizer, stepped
 from minloop.traces import remember_fp8_scales
@@ -30,8 +30,8 @@ class StepMetrics:
             tokens (loss mask respected); then, of training steps, the losses of routers and of multi-token prediction,
             see `minloop.moe.AuxiliaryLosses`.
         num_tokens: 0-d float64 tensor, tokens with loss in the global batch.
-        grad_norm: 0-d float64 tensor, 2-norm of the whole gradient before clipping; None when the step was skipped,
-            clipping is off or in evaluation.
+        grad_norm: 0-d float64 tensor, 2-norm of the whole gradient before clipping; None in evaluation, when the step
+            was skipped, and of Megatron FSDP when `clip_grad` is 0.
         learning_rate: the rate this step's update used.
         loss_scale: by which fp16 losses were multiplied; 1.0 otherwise.
         skipped: whether the update was skipped, because of an overflow or by a guard.
@@ -89,13 +89,13 @@ def gpt_forward_step(
     batch = next(data)
     chunk: Any = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
     run: Any = chunk.build_schedule_plan if return_schedule_plan else model
-    if not (chunk.pre_process or chunk.post_process or getattr(chunk, "mtp_process", False)):
+    if is_inner(chunk):
         needed = "attention_mask" in batch or chunk.position_embedding_type == "mrope"
         placed = place_batch(batch, model) if needed else {}
         return run(None, placed.get("position_ids"), placed.get("attention_mask")), _no_loss
     if missing := {"tokens", "labels", "position_ids", "loss_mask"} - batch.keys():
         raise ValueError(f"the batch lacks {', '.join(sorted(missing))}: see minloop.Batch, or pass a forward_step")
-    if "cu_seqlens" in batch:
+    if batch.keys() & {"cu_seqlens", "local_cp_size"}:
         raise ValueError(
             "the batch has cu_seqlens (inter_document_masking=True), which gpt_forward_step would ignore: attention "
             "would cross documents; set inter_document_masking=False, or pass forward_step=minloop.packed_forward_step"
@@ -206,7 +206,9 @@ def _update(state: TrainState, allowed: bool, empty_unused_memory_level: int) ->
     outcome: Any = stepped(state) if allowed else (False, None, None)
     if empty_unused_memory_level >= 2:
         torch.cuda.empty_cache()
-    return outcome[:2]
+    # an optimizer that is not chained says 0.0 where it does not clip (mcore's optimizer.py)
+    unknown = not hasattr(state.optimizer, "chained_optimizers") and state.optimizer.config.clip_grad <= 0
+    return outcome[0], None if unknown else outcome[1]
 
 
 def eval_step(
@@ -220,8 +222,9 @@ def eval_step(
 ) -> StepMetrics:
     """Compute the losses of the next `num_microbatches` microbatches with the weights as they are; changes nothing.
 
-    Arguments and errors are those of `train_step`. Dropout is off, and no random stream is drawn from. mcore computes
-    the losses of routers and of multi-token prediction in training only.
+    Arguments and errors are those of `train_step`, but that `data` may be a list, too, ranks are not compared, and a
+    step in parts may be under way. Dropout is off, and no random stream is drawn from. mcore computes the losses of
+    routers and of multi-token prediction in training only.
     """
     with evaluating(state), torch.no_grad():
         batches = Microbatches(data, num_microbatches, micro_batch_size, seq_length)

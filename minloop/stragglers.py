@@ -49,7 +49,7 @@ def forward_times(state: TrainState) -> Generator[StepTimes]:
     """
     if state.config.cuda_graph_impl == "full_iteration" and torch.cuda.is_available():
         raise ValueError(
-            "forward_times with cuda_graph_impl='full_iteration': its graph has no events; use 'none' or 'local'"
+            "forward_times with cuda_graph_impl='full_iteration', whose graph has no events: measure with 'none'"
         )
     if state.config.overlap_moe_expert_parallel_comm:
         raise ValueError(

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hosted import state_on
 from ranks import run_ranks
-from small import DEVICE, SEQUENCE_LENGTH, small_state, text_loader
+from small import DEVICE, SEQUENCE_LENGTH, small_config, small_state, text_loader
 
 import minloop
 from minloop.checkpoint import content
@@ -140,6 +141,27 @@ def test_all_stages_learn_of_it() -> None:
     assert spike.startswith("iteration 2: the loss leaps to ")
     assert "; on rank 2 on " in spike
     assert "the gradient is not finite, at " in gradient
+
+
+def fault_in_a_layout_of_some_ranks() -> list[tuple[Any, ...]]:
+    """What each rank of a layout on the last two of three ranks logs, and records of it."""
+    config = small_config(tensor_model_parallel_size=2)
+    minloop.init_distributed(minloop.replace_layout(config, tensor_model_parallel_size=1), seed=1)
+    if dist.get_rank() == 0:
+        return []
+    groups = minloop.build_groups(config, [1, 2])
+    state = state_on(groups, config)
+    record = minloop.record_layout(state, text_loader(state), num_microbatches=1)
+    with mock.patch.object(logger, "log") as log:
+        metrics = step(state, text_loader(state), minloop.FaultGuard("skip"), iteration=1, rank=1, factor=math.nan)
+    assert metrics.skipped
+    return [(minloop.is_first_rank(groups), log.call_count, len(record.outputs), len(record.losses))]
+
+
+def test_the_first_rank_of_a_layout_of_some_ranks_reports() -> None:
+    _, first, second = run_ranks(3, fault_in_a_layout_of_some_ranks)
+    assert first == [(True, 1, 5, 1)]  # four layers and the loss
+    assert second == [(False, 0, 0, 0)]
 
 
 def roll_back(directory: str) -> tuple[list[float], list[int], str]:

@@ -171,6 +171,20 @@ def test_adapters_are_merged_after_training(tmp_path: Path, options: dict[str, A
     run_ranks(2, _merged_after_training, str(tmp_path), options)
 
 
+def _train_on_the_middle_stage() -> list[tuple[float, float]]:
+    stages = {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "E|tt|L"}
+    state = _adapted(num_layers=2, **stages)
+    adapters = [name for chunk in state.chunks for name, _ in chunk.named_parameters() if "_lora." in name]
+    assert bool(adapters) == (state.groups.pp.rank() == 1)
+    return train(state, text_loader(state), 3)
+
+
+def test_a_stage_without_layers_needs_no_adapters() -> None:
+    first, *others = run_ranks(3, _train_on_the_middle_stage)
+    assert others == [first, first]
+    assert first[2][0] < first[0][0]
+
+
 def _refusals() -> None:
     config = small_config()
     groups = minloop.init_distributed(config, seed=1)

@@ -389,6 +389,9 @@ def test_each_forward_step_reports_its_own_losses(fields: dict[str, Any]) -> Non
         assert names == [["lm loss"], ["lm loss", "double"], ["lm loss"]]
 
 
+VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+
 def logits_in_layout(directory: str, fields: dict[str, Any], save: bool = False) -> torch.Tensor:
     state = shared_state(directory, save, **fields)
     logits = minloop.forward_logits(state, torch.arange(32)[None])
@@ -402,7 +405,8 @@ def test_logits_are_equal_in_every_layout(tmp_path: Path) -> None:
     for fields in (
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"context_parallel_size": 2},
-        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        VPP2,
+        VPP2 | {"microbatch_group_size_per_vp_stage": 4},
     ):
         for logits in run_ranks(2, logits_in_layout, str(tmp_path), fields):
             torch.testing.assert_close(logits, expected, rtol=0, atol=rounding(1e-6))

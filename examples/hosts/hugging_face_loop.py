@@ -41,18 +41,17 @@ def main(epochs=1, gradient_accumulation_steps=4, max_steps=None, **layout):
     state = train.build(256, 64, seed=1234, **(layout or {"tensor_model_parallel_size": 2}))
     shard: Any = tokenized_dataset(state.groups)  # of this data parallel rank
     losses, gathered = [], []
-    for _ in range(epochs):
-        for batch in DataLoader(shard, batch_size=4, collate_fn=collate):
-            if not gathered:
-                tokens = batch["loss_mask"].sum().item() * gradient_accumulation_steps * state.groups.dp.size()
-                minloop.begin_step(state, num_tokens=tokens)
-            gathered.append(batch)
-            minloop.forward_backward(state, [batch], num_microbatches=1)
-            if len(gathered) == gradient_accumulation_steps:
-                losses.append(minloop.finish_step(state).loss.item())
-                gathered.clear()
-            if len(losses) == max_steps:
-                break
+    for batch in (batch for _ in range(epochs) for batch in DataLoader(shard, batch_size=4, collate_fn=collate)):
+        if not gathered:
+            tokens = batch["loss_mask"].sum().item() * gradient_accumulation_steps * state.groups.dp.size()
+            minloop.begin_step(state, num_tokens=tokens)
+        gathered.append(batch)
+        minloop.forward_backward(state, [batch], num_microbatches=1)
+        if len(gathered) == gradient_accumulation_steps:
+            losses.append(minloop.finish_step(state).loss.item())
+            gathered.clear()
+        if len(losses) == max_steps:
+            break
     if minloop.is_first_rank(state.groups):
         print("\n".join(f"{number} {loss:.6f}" for number, loss in enumerate(losses, start=1)))
     minloop.shutdown_distributed()

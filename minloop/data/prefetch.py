@@ -43,12 +43,11 @@ class Prefetcher:
             for value in batch.values():
                 if value.is_cuda:
                     value.record_stream(stream)  # its memory is the side stream's, and is in use here
-            self._fill()
         return batch
 
     def _fill(self) -> None:
-        # Without a device there is nothing to hide: read when asked.
-        while len(self._ahead) < (1 if self._stream is None else self._depth):
+        # The one handed out next, and those on their way meanwhile. Without a device there is nothing to hide.
+        while len(self._ahead) < (1 if self._stream is None else self._depth + 1):
             try:
                 batch = next(self._loader)
             except StopIteration:

@@ -8,7 +8,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def show_progress(title: str, total_bytes: int) -> Generator[Callable[[int, int], None]]:
-    """Yield a function of (bytes read, documents written) that draws a bar by rich; nothing where stderr is a file."""
+    """Yield a function of (bytes read, documents written) that draws a bar, by rich and on a terminal only."""
     try:
         from rich import progress as rich
     except ImportError:

@@ -1,7 +1,6 @@
 """Files of text to the .bin and .idx files that mcore's datasets read: by many processes, resumable."""
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from minloop.data.sources import check_inputs, read_chunks
 from minloop.data.tokenize_workers import TokenizeJob, encode_all
 from minloop.data.tokenizers import Tokenizer, check_eod
 from minloop.data.work import EXAMPLES, Counts, UnfinishedWork
-
-logger = logging.getLogger("minloop")
+from minloop.messages import logger
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def tokenize_to_indexed(
 
     The files appear under their names only when they are whole. Until then all is in ``<output_prefix>.unfinished``,
     and calling it again after a run was killed goes on with that. Memory holds a few megabytes a process, and the
-    largest document. On a terminal a bar shows the progress. Call it on one rank.
+    largest document. On a terminal, with rich, a bar shows the progress. Call it on one rank.
 
     Args:
         inputs: files in order. .jsonl, .json and .ndjson hold a JSON object a line (empty lines are passed over),

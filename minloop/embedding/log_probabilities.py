@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from minloop.data import Batch
 from minloop.embedding.step_parts import may_vary
+from minloop.hybrid_context_parallel import refuse_hybrid
 from minloop.layers.cp_layout import gather_sequence
 from minloop.losses import LossFunction, Report
 from minloop.microbatches import Microbatches
 from minloop.packed import packed_forward_step
-from minloop.schedule import ForwardStep, forward_backward
+from minloop.schedule import ForwardStep, forward_backward, least_count
 from minloop.state import TrainState
 from minloop.step import evaluating, gpt_forward_step
 
@@ -38,11 +39,12 @@ def token_logprobs(
     Raises:
         ValueError: batches of different shapes where they must be of one; as `train_step`.
     """
+    refuse_hybrid(state.config, "token_logprobs")
     packed = bool(batches) and "cu_seqlens" in batches[0]
     forward_step = forward_step or (packed_forward_step if packed else gpt_forward_step)
     if not batches:
         return []
-    padded = [*batches, *[batches[-1]] * (-len(batches) % _multiple(state))]
+    padded = [*batches, *[batches[-1]] * (-len(batches) % least_count(state.config))]
     with evaluating(state):
         microbatches = Microbatches(padded, len(padded), varying=may_vary(state))
         reports = forward_backward(state, microbatches, partial(_keep_output, forward_step), forward_only=True)
@@ -59,12 +61,6 @@ def token_logprobs(
             dist.broadcast(result, src=dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
         results.append(result)
     return results
-
-
-def _multiple(state: TrainState) -> int:
-    """Of what the number of microbatches must be a multiple: interleaved schedules want as many as stages."""
-    interleaved = state.config.virtual_pipeline_model_parallel_size is not None
-    return (state.config.microbatch_group_size_per_vp_stage or state.groups.pp.size()) if interleaved else 1
 
 
 def _keep_output(forward_step: ForwardStep, data: Iterator[Any], model: Any) -> tuple[torch.Tensor, LossFunction]:

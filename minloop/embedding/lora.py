@@ -65,7 +65,8 @@ def lora(*, rank: int = 8, alpha: float = 16.0, targets: Sequence[str] = TARGETS
         targets: names of mcore's layers.
     Raises:
         ValueError: when called, if a chunk has none of the layers, they are of another kind than parallel linear ones,
-            or something computes them without calling them.
+            or something computes them without calling them; a chunk without layers, as of a stage with the embedding
+            alone, needs none.
     """
     if rank < 1:
         raise ValueError(f"rank ({rank}) must be at least 1")
@@ -92,10 +93,13 @@ def _found(chunk: MegatronModule, targets: Sequence[str]) -> list[tuple[torch.nn
         for name, child in parent.named_children()
         if name in targets and child not in of_experts
     ]
-    if not found:
+    decoder: Any = getattr(chunk, "decoder", None)
+    if not found and (decoder is None or len(decoder.layers)):  # a pipeline stage may have no layers
         raise ValueError(f"the model has no layers {', '.join(targets)} outside experts for adapters")
     if get_model_config(chunk).use_transformer_engine_op_fuser:
-        raise ValueError("use_transformer_engine_op_fuser=True passes linear layers by, and with them adapters: False")
+        raise ValueError(
+            "use_transformer_engine_op_fuser=True passes linear layers by, and adapters with them: set it to False"
+        )
     for _, name, linear in found:
         if type(linear) not in COLUMN + ROW:
             raise ValueError(

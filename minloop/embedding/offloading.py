@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from minloop.data_parallel import reduced_gradients
 from minloop.fully_sharded import refuse_fully_sharded
+from minloop.optimizer import inner_optimizers
 from minloop.state import TrainState, require_idle
 
 ALL = ("weights", "gradients", "optimizer")
@@ -94,17 +96,12 @@ def _weights(state: TrainState) -> Iterator[torch.Tensor]:
 
 
 def _gradients(state: TrainState) -> Iterator[torch.Tensor]:
-    for chunk in state.chunks:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            yield from (buffer.grad_data, *buffer.extra_main_grads)
+    yield from reduced_gradients(state.chunks)
 
 
 def _optimizer_tensors(state: TrainState) -> Iterator[torch.Tensor]:
-    outer: Any = state.optimizer
-    for one in getattr(outer, "chained_optimizers", [outer]):
+    for one in inner_optimizers(state.optimizer):
         inner: Any = one.optimizer
-        if inner is None:  # no weights of its kind on this rank
-            continue
         for group in inner.param_groups:
             yield from group["params"]
         for values in inner.state.values():

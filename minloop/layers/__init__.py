@@ -51,7 +51,8 @@ def with_torch_parts[Spec](spec: Spec) -> Spec:
 
     mcore's `WrappedTorchNorm` and Apex's `FusedLayerNorm` become `TorchNorm`, which allows sequence parallelism;
     `DotProductAttention` becomes `TorchDotProductAttention`, which also allows context parallelism and multi-latent
-    attention; `GatedDeltaNet`, `MambaMixer` and `HybridStack` become those that need no kernels.
+    attention; `MLASelfAttention` and `ColumnParallelLinearGathered` those that are right with tensor and sequence
+    parallelism; `GatedDeltaNet`, `MambaMixer` and `HybridStack` become those that need no kernels.
 
     Args:
         spec: what `get_gpt_decoder_block_spec`, `get_gpt_mtp_block_spec` and their like return: a `ModuleSpec`, a

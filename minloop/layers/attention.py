@@ -86,6 +86,7 @@ class TorchDotProductAttention(MegatronModule):
         self.parallel = ContextParallel.from_groups(cp_comm_type, groups) if parallel else None
         if self.parallel is not None:
             self.parallel.check_heads(divide(config.num_attention_heads, get_pg_size(groups.tp)))
+        self.gathers = cp_comm_type == "all_gather"
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
@@ -135,7 +136,8 @@ class TorchDotProductAttention(MegatronModule):
             attention_mask: bool, True where a query may not look, broadcast to [b, np, sq, sk]. With context parallel
                 its rows are those of this rank and its columns those of the whole sequence, in natural order.
             attn_mask_type: by default the module's own.
-            packed_seq_params: where sequences begin and end in the "thd" layout.
+            packed_seq_params: where sequences begin and end in the "thd" layout; in "sbhd" the ranks that share the
+                sequence, of hybrid context parallelism.
         Returns:
             [sq, b, np * hv], or [t, np * hv] of packed sequences.
         Raises:
@@ -146,6 +148,10 @@ class TorchDotProductAttention(MegatronModule):
                 "attention_bias is not supported: use attention_mask or transformer_impl='transformer_engine'"
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL_TYPES
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "sbhd":  # one sample, on ranks of its own
+            group = packed_seq_params.cp_group
+            parallel = None if group is None else ContextParallel(group, ring=None if self.gathers else group)
+            return self._attend(query, key, value, causal, parallel=parallel).flatten(2)
         if packed_seq_params is not None:
             boundaries = self._boundaries(packed_seq_params, causal, attention_mask, len(query))
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
@@ -182,8 +188,10 @@ class TorchDotProductAttention(MegatronModule):
         causal: bool,
         allowed: Tensor | None = None,
         boundaries: Tensor | None = None,
+        parallel: ContextParallel | None = None,
     ) -> Tensor:
         """[sq, b, np, hn] -> [sq, b, np, hv]."""
+        parallel = parallel or self.parallel
         left, right = (None if side < 0 else side for side in self.window)
         band = Band(left, 0 if causal else right)
         options = Options(
@@ -196,8 +204,8 @@ class TorchDotProductAttention(MegatronModule):
         # With sequence parallelism the whole block draws from this stream, and entered anew it could not be recomputed.
         own_stream = options.dropout and not self.config.sequence_parallel
         with _own_stream() if own_stream else contextlib.nullcontext():
-            if self.parallel is not None:
-                return self.parallel.attend(query, key, value, band, options, allowed, boundaries)
+            if parallel is not None:
+                return parallel.attend(query, key, value, band, options, allowed, boundaries)
             both = None if boundaries is None else Boundaries(boundaries, boundaries)
             return attend(query, key, value, band, options, allowed, both)
 

@@ -1,9 +1,11 @@
-"""The kernels that mcore and Transformer Engine look up by name as they run, put in their places."""
+"""Kernels put where mcore and Transformer Engine look them up by name, and layers mended once they are built."""
 
 import copy
 from importlib import import_module
 from typing import Any
 
+import torch
+from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
@@ -62,6 +64,8 @@ def adapt_layers(chunk: Module, config: TransformerConfig) -> None:
     if config.transformer_impl == "transformer_engine":
         mark_sinks(chunk)
         add_up_repeated_layers(chunk)
+        if config.hybrid_context_parallel:
+            let_samples_choose_ranks(chunk, config)
         for module in chunk.modules():
             if isinstance(module, getattr(linear_replacements, "TELayerNormColumnParallelLinearGathered", ())):
                 gather_by_hidden_dimension(module)
@@ -73,6 +77,22 @@ def mark_sinks(chunk: Module) -> None:
         offset = getattr(module, "softmax_offset", None)
         if isinstance(offset, Parameter) and not hasattr(offset, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(offset, True, 0, 1)
+
+
+def let_samples_choose_ranks(chunk: Module, config: TransformerConfig) -> None:
+    """Give attention what mcore gives it only with a context parallel size of the layout: a stream, and how to talk.
+
+    Of one sample Transformer Engine multiplies the length on this rank by the ranks itself, where mcore's is the whole.
+    """
+    for module in chunk.modules():
+        if isinstance(module, TEDotProductAttention):
+            attention: Any = module
+            attention.kept_packed_seq_params -= {"max_seqlen_q", "max_seqlen_kv"}
+            kinds = config.cp_comm_type
+            kind = kinds[attention.layer_number - 1] if isinstance(kinds, list) else kinds
+            attention.cp_comm_type = kind or "p2p"
+            if TEDotProductAttention.cp_stream is None:
+                TEDotProductAttention.cp_stream = torch.cuda.Stream()
 
 
 def add_up_repeated_layers(chunk: Module) -> None:

@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -82,7 +83,7 @@ def compare_layouts[Config: TransformerConfig](
     global_batch_size: int,
     micro_batch_size: int,
     forward_step: ForwardStep = gpt_forward_step,
-    directory: str | None = None,
+    directory: str | Path | None = None,
 ) -> list[Difference]:
     """Compare what two layouts make of the same weights and the same global batch, on the ranks there are.
 
@@ -107,7 +108,7 @@ def compare_layouts[Config: TransformerConfig](
     """
     records: list[LayoutRecord] = []
     with tempfile.TemporaryDirectory() as own:
-        folder = directory or own
+        folder = str(directory or own)
         for config in (reference, other):
             try:
                 state = build(config)

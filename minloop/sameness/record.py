@@ -9,20 +9,21 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from minloop.checkpoint.content import unwrapped_models
 from minloop.checkpoint.parts import sharded_parameters
 from minloop.data import Batch
+from minloop.distributed import is_first_rank
 from minloop.fully_sharded import refuse_fully_sharded
-from minloop.layers.context_parallel import gather_sequence
+from minloop.hybrid_context_parallel import refuse_hybrid
+from minloop.layers.cp_layout import gather_sequence
 from minloop.losses import reduce_reports
 from minloop.microbatches import Microbatches
 from minloop.sameness.full_tensors import full_gradients, gather_objects
 from minloop.schedule import ForwardStep, forward_backward
 from minloop.state import TrainState, require_optimizer
-from minloop.step import evaluating, gpt_forward_step
+from minloop.step import clear_gradients, evaluating, gpt_forward_step
 from minloop.traces import remember_traces
 
 OTHERWISE = "train both from one checkpoint and compare losses and full_weights after a step, or"
@@ -70,6 +71,7 @@ def record_layout(
     """
     refuse_fully_sharded(state.chunks, f"record_layout: {OTHERWISE}")
     config = state.config
+    refuse_hybrid(config, "record_layout")
     if config.hidden_dropout or config.attention_dropout:
         raise ValueError(
             f"hidden_dropout is {config.hidden_dropout} and attention_dropout {config.attention_dropout}: layouts draw "
@@ -81,9 +83,7 @@ def record_layout(
         raise RuntimeError(f"the data ended: it held {len(batches)} of {num_microbatches} microbatches")
     with evaluating(state), torch.no_grad(), _Recorder(state, forward_step) as recorder:
         _run(state, batches, recorder.forward_step, forward_only=True)
-    for chunk in state.chunks:
-        chunk.zero_grad_buffer()
-    state.optimizer.zero_grad()
+    clear_gradients(state)
     put_back = remember_traces(state.chunks, config)
     reports = _run(state, batches, forward_step, forward_only=False)
     put_back()
@@ -91,7 +91,7 @@ def record_layout(
     record = LayoutRecord(gradients=full_gradients(state))
     own = (state.groups.dp.rank(), _names(batches), recorder.outputs, _sequence_parallel_weights(state))
     everyones = gather_objects(own, state.groups)
-    if dist.get_rank() == 0:
+    if is_first_rank(state.groups):
         readers = {rank: names for rank, names, _, _ in everyones}
         record.samples = Counter(name for names in readers.values() for name in names)
         record.disagreeing = sorted({rank for rank, names, _, _ in everyones if names != readers[rank]})

@@ -10,7 +10,7 @@ from megatron.core.fp8_utils import is_float8tensor
 
 from minloop.checkpoint.content import unwrapped_models
 from minloop.data_parallel import gathered_parameters
-from minloop.sameness.full_tensors import from_first_rank, gather_objects
+from minloop.everyone import from_all_ranks
 from minloop.state import TrainState
 
 
@@ -37,8 +37,7 @@ def check_replicas(state: TrainState) -> None:
     """
     with gathered_parameters(state.chunks):
         found = [line for shared in _shared_weights(state) for line in _differences(shared)]
-    everyones = {line for part in gather_objects(found, state.groups) for line in part}
-    if lines := from_first_rank(sorted(everyones), state.groups):
+    if lines := sorted({line for part in from_all_ranks(found, state.groups) for line in part}):
         more = f"\n  … and {len(lines) - 8} more" if len(lines) > 8 else ""
         raise RuntimeError("replicas of the model have come apart:\n  " + "\n  ".join(lines[:8]) + more)
 
