@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
+from minloop.fsdp_checks import is_torch_fsdp
 from minloop.graph_checks import SHORTEST
 from minloop.layers.expert_products import joins_experts
 from minloop.messages import say_once
@@ -51,13 +52,8 @@ def environment_advice(
         data_parallel_size: ranks that share a data parallel group.
         capability: as of ``torch.cuda.get_device_capability()``, (9, 0) for an H200.
     """
-    advice: list[str] = []
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-    if max(tp, cp) > 1 and capability < BLACKWELL and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
-        advice.append(
-            f"tensor_model_parallel_size ({tp}) or context_parallel_size ({cp}) > 1: start with "
-            "CUDA_DEVICE_MAX_CONNECTIONS=1, or communication is not launched before the products that hide it"
-        )
+    connections = _connections_advice(config, ddp_config, capability, environment.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    advice = [connections] if connections else []
     with_te = config.transformer_impl == "transformer_engine"
     if with_te and data_parallel_size > 1 and ddp_config.overlap_grad_reduce:
         margins = [f"NVTE_{way}_LAYERNORM_SM_MARGIN" for way in ("FWD", "BWD")]
@@ -76,6 +72,35 @@ def environment_advice(
         why = "transformer_impl='local' was asked for" if HAVE_TE else "Transformer Engine is not installed"
         advice.append(f"{why}: mcore's local layers train at a fraction of the speed of Transformer Engine's")
     return advice
+
+
+def _connections_advice(
+    config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    capability: tuple[int, int],
+    connections: str | None,
+) -> str:
+    """What is wrong with CUDA_DEVICE_MAX_CONNECTIONS; FSDP's needs come first, as 1 costs it most, then those of EP."""
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if ddp_config.use_megatron_fsdp or is_torch_fsdp(ddp_config):
+        if connections == "1":
+            kind = "use_megatron_fsdp=True" if ddp_config.use_megatron_fsdp else "torch FSDP2"
+            return (
+                f"{kind}: leave CUDA_DEVICE_MAX_CONNECTIONS unset, on any GPU: with 1, weights are not gathered while "
+                "the layers before them compute"
+            )
+    elif config.overlap_moe_expert_parallel_comm:
+        if connections == "1":
+            return (
+                "overlap_moe_expert_parallel_comm=True: start with a larger CUDA_DEVICE_MAX_CONNECTIONS than 1, such "
+                "as 32, or communication waits for the products that are to hide it"
+            )
+    elif max(tp, cp) > 1 and capability < BLACKWELL and connections != "1":
+        return (
+            f"tensor_model_parallel_size ({tp}) or context_parallel_size ({cp}) > 1: start with "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1, or communication is not launched before the products that hide it"
+        )
+    return ""
 
 
 def say_choices(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, data_parallel_size: int) -> None:

@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from minloop.combined_checks import check_combined_schedule
 from minloop.context_parallel_checks import check_context_parallel
 from minloop.determinism import check_deterministic_config
+from minloop.engine import broken_engine
 from minloop.expert_checks import check_experts
 from minloop.fsdp_checks import (
     check_megatron_fsdp,
@@ -117,7 +118,7 @@ def check_config(config: Any) -> None:
     if config.transformer_impl == "inference_optimized":
         raise ValueError("transformer_impl='inference_optimized' cannot train: use 'transformer_engine' or 'local'")
     if config.transformer_impl == "transformer_engine" and not use_transformer_engine():
-        lacks = "Transformer Engine is not installed" if not HAVE_TE else "there is no GPU"
+        lacks = (broken_engine() or "Transformer Engine is not installed") if not HAVE_TE else "there is no GPU"
         raise ValueError(f"transformer_impl='transformer_engine' but {lacks}: use transformer_impl='local'")
     check_kernels(config)
     check_precision(config)

@@ -8,7 +8,7 @@ megatron-core asks for CUDA in five ways, and each is answered with the CPU:
 4. the runtime   ``torch.cuda``: streams, events, synchronize, memory
 5. random state  ``torch.cuda.get_rng_state``, ``default_generators``: the CPU's one generator
 
-and gloo is given what only NCCL has: ``all_gather`` and ``reduce_scatter`` of tensors of unequal shapes.
+and gloo is given what only NCCL has (see `minloop.gloo`): ``all_gather`` and ``reduce_scatter`` of unequal shapes.
 """
 
 import contextlib
@@ -17,12 +17,13 @@ import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+
+from minloop.engine import pass_over_broken_engine
+from minloop.gloo import Changes, collective_changes
 
 _MAKERS = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace normal ones "
@@ -33,7 +34,6 @@ _CPU = torch.device("cpu")
 _compile = torch.compile  # the real one, while torch.compile is _lazy_compile
 _handles: "list[CPUBackend]" = []  # the backend is on while there are any
 _undo = contextlib.ExitStack()
-_Changes = Iterator[tuple[Any, str, Any]]  # attributes to set: owner, name, value
 
 
 def _cpu(device: Any) -> Any:
@@ -54,7 +54,7 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _tensor_changes() -> _Changes:
+def _tensor_changes() -> Changes:
     for name in _MAKERS.split():
         yield torch, name, _on_cpu(getattr(torch, name))
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
@@ -90,7 +90,7 @@ class _Stream:
 class _Event(_Stream): ...
 
 
-def _runtime_changes() -> _Changes:
+def _runtime_changes() -> Changes:
     """Only what torch looks up at each call: megatron-core binds ``_lazy_call`` and ``device`` when it is imported."""
     answers = {
         **dict.fromkeys(["reset_peak_memory_stats", "set_device", "set_stream", "synchronize"]),
@@ -114,37 +114,6 @@ def _runtime_changes() -> _Changes:
     yield torch.cuda.nvtx, "range_pop", lambda: 0
 
 
-def _collective_changes() -> _Changes:
-    even_all_gather, even_reduce_scatter, plus = dist.all_gather, dist.reduce_scatter, dist.ReduceOp.SUM
-
-    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        if (rank := dist.get_rank(group)) < 0 or len({t.shape for t in tensor_list}) < 2:
-            return even_all_gather(tensor_list, tensor, group, async_op)
-        tensor_list[rank].copy_(tensor.detach())
-        work: Any = None
-        for i, t in enumerate(tensor_list):
-            work = dist.broadcast(t, group=group, group_src=i, async_op=True)
-            work.wait()
-        return work if async_op else None
-
-    def reduce_scatter(output: Any, input_list: Any, op: Any = plus, group: Any = None, async_op: bool = False) -> Any:
-        if (rank := dist.get_rank(group)) < 0 or len({t.shape for t in input_list}) < 2:
-            return even_reduce_scatter(output, input_list, op, group, async_op)
-        work: Any = None
-        for i, t in enumerate(input_list):
-            total = t.detach().clone()  # reduce overwrites its input on every rank
-            work = dist.reduce(total, op=op, group=group, group_dst=i, async_op=True)
-            work.wait()
-            if i == rank:
-                output.copy_(total)
-        return work if async_op else None
-
-    mesh = DeviceMesh.from_group
-    yield DeviceMesh, "from_group", staticmethod(lambda group, device_type, **more: mesh(group, "cpu", **more))
-    yield dist, "all_gather", functools.wraps(even_all_gather)(all_gather)
-    yield dist, "reduce_scatter", functools.wraps(even_reduce_scatter)(reduce_scatter)
-
-
 def _set(owner: Any, name: str, new: Any) -> Callable[[], None]:
     """Set an attribute; return what undoes it. What was inherited (Tensor.is_cuda) is deleted again, not set."""
     own, old = name in vars(owner), vars(owner).get(name)
@@ -156,7 +125,7 @@ def _switch_on() -> None:
     with torch.device("cpu"):
         torch.empty(0)  # the first `with device` makes torch list what heeds it: its own functions, not ours
     with contextlib.ExitStack() as undo:
-        for change in itertools.chain(_tensor_changes(), _runtime_changes(), _collective_changes()):
+        for change in itertools.chain(_tensor_changes(), _runtime_changes(), collective_changes()):
             undo.callback(_set(*change))
         undo.callback(_set(torch, "compile", _lazy_compile))
         # All that this logger says is that the CPU's generator moved while CUDA's was in use; they are one here.
@@ -238,13 +207,17 @@ def light_mcore_import() -> Generator[None]:
 
     megatron.core decorates with torch.compile, which loads the compiler at once, and warns of each optional package
     that is missing (Transformer Engine, Apex). In here these warnings are dropped, and without CUDA the compiler waits
-    for the first call of a decorated function without `cpu_backend`. Not for several threads at once.
+    for the first call of a decorated function without `cpu_backend`. A Transformer Engine that cannot be used is
+    hidden, see `minloop.engine`. Not for several threads at once.
     """
     with contextlib.ExitStack() as undo:
         if not torch.cuda.is_available():
             undo.callback(_set(torch, "compile", _lazy_compile))
         undo.callback(_set(logging.getLogger("torch.utils.cpp_extension"), "disabled", True))
+        # emerging-optimizers' first record would set up logging for the program
+        undo.callback(_set(logging.root, "handlers", logging.root.handlers or [logging.NullHandler()]))
         undo.enter_context(warnings.catch_warnings())
         for category in (UserWarning, DeprecationWarning, SyntaxWarning):
             warnings.filterwarnings("ignore", category=category, module=r".*megatron")
+        pass_over_broken_engine()
         yield

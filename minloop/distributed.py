@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import os
 import socket
 from datetime import timedelta
@@ -21,19 +22,21 @@ from minloop.alive import destroyed_by
 from minloop.checks import check_config, wrong_apex
 from minloop.cpu import cpu_backend
 from minloop.determinism import check_deterministic_environment, deterministic_algorithms
+from minloop.engine import broken_engine
 from minloop.fsdp_checks import check_instances
+from minloop.init_checks import DEFAULT_ORDER, FIELDS, check_mcore_options, check_world_size
 from minloop.launch import claim_gpu, find_launch, meet
 from minloop.messages import say_once
 from minloop.traces import forget_fp8_scales
-
-DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-"""In which mcore numbers ranks: tensor parallel ranks are neighbours, pipeline stages far apart."""
 
 timeouts: WeakKeyDictionary[Any, timedelta] = WeakKeyDictionary()
 """Default group → how long its collectives wait, for groups that are made later."""
 
 created = contextlib.ExitStack()
 """How to take back what `init_distributed` created: one per process, as are the default group and mcore's groups."""
+
+made_with: dict[str, Any] = {}
+"""The arguments by which `init_distributed` made mcore's groups; empty while there are none, or those of a host."""
 
 
 def init_distributed(
@@ -62,11 +65,14 @@ def init_distributed(
         mcore_options: other arguments of mcore's `parallel_state.initialize_model_parallel`, such as
             ``order="tp-cp-ep-pp-dp"`` or ``num_distributed_optimizer_instances``.
     Raises:
-        ValueError: the world size does not fit the layout, or the config contradicts itself.
+        ValueError: the world size or `order` does not fit the layout, the config contradicts itself, or an option is
+            one of its fields or cannot work.
         RuntimeError: half-set launch variables, a port in use, ranks that do not meet, two ranks on one GPU, groups of
-            another layout; on GPUs gloo, or environment variables that `deterministic_mode` needs.
+            another layout or made without these options; on GPUs gloo, or environment variables that
+            `deterministic_mode` needs.
     """
     check_config(config)
+    check_mcore_options(mcore_options)
     gc.collect()  # an earlier training state, all cycles, would keep its gloo groups, whose threads then spin
     with contextlib.ExitStack() as undo:  # a failure part-way takes back this call's part and no earlier call's
         undo.callback(cpu_backend().undo)
@@ -81,7 +87,7 @@ def init_distributed(
         _init_model_parallel(config, timeout, mcore_options, undo)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         seed_ranks(seed, groups, config, data_parallel_random_init=data_parallel_random_init)
-        if advice := wrong_apex():
+        for advice in filter(None, (wrong_apex(), broken_engine())):
             say_once(advice)
         created.enter_context(undo.pop_all())
     return groups
@@ -137,74 +143,51 @@ def _refuse_shared_gpu() -> None:
         )
 
 
-def check_world_size(config: TransformerConfig, world_size: int, order: str = DEFAULT_ORDER) -> None:
-    """Raise ValueError unless `world_size` ranks can be divided as `config` and `order` say; every factor is named."""
-    tp, pp, cp = (
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.context_parallel_size,
-    )
-    if world_size % (tp * pp * cp):
-        raise ValueError(
-            f"world size {world_size} is not a multiple of tensor_model_parallel_size ({tp}) × "
-            f"pipeline_model_parallel_size ({pp}) × context_parallel_size ({cp}) = {tp * pp * cp}: change the number "
-            "of ranks or a size; what remains is data parallel"
-        )
-    etp, ep = config.expert_tensor_parallel_size or tp, config.expert_model_parallel_size
-    if world_size % (etp * ep * pp):
-        raise ValueError(
-            f"world size {world_size} is not a multiple of expert_tensor_parallel_size ({etp}) × "
-            f"expert_model_parallel_size ({ep}) × pipeline_model_parallel_size ({pp}) = {etp * ep * pp}: change the "
-            "number of ranks or a size; what remains holds copies of the experts"
-        )
-    if pp > 1 and not order.lower().endswith("pp") and etp * ep != tp * cp:
-        raise ValueError(
-            f"order={order!r} with pipeline_model_parallel_size ({pp}) > 1: unless it ends in pp, mcore needs "
-            f"expert_tensor_parallel_size ({etp}) × expert_model_parallel_size ({ep}) to be tensor_model_parallel_size "
-            f"({tp}) × context_parallel_size ({cp}); use {DEFAULT_ORDER!r}, the default, or other sizes"
-        )
-
-
 def _init_model_parallel(
     config: TransformerConfig, timeout: timedelta, mcore_options: dict[str, Any], undo: contextlib.ExitStack
 ) -> None:
-    sizes: dict[str, Any] = {
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-        "hierarchical_context_parallel_sizes": config.hierarchical_context_parallel_sizes,
-        "hybrid_context_parallel": config.hybrid_context_parallel,
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
-        "pipeline_model_parallel_comm_backend": config.pipeline_model_parallel_comm_backend,
-        "gtp_remat_size": config.gtp_weight_remat_size,
-        "expert_gtp_remat_size": config.expert_gtp_weight_remat_size,
-    }
+    sizes: dict[str, Any] = {option: getattr(config, field) for option, field in FIELDS.items()}
     if parallel_state.model_parallel_is_initialized():
-        held = {
-            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-            "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-            "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-        }
-        differing = [f"{name}: {size} there, {sizes[name]} here" for name, size in held.items() if size != sizes[name]]
-        if differing:
-            raise RuntimeError(
-                f"mcore's process groups exist with another layout ({'; '.join(differing)}): call "
-                "shutdown_distributed() (or the host's own clean-up) first"
-            )
+        _check_held_groups(sizes, mcore_options)
         return
     minutes = timeout.total_seconds() / 60
     defaults: dict[str, Any] = {"distributed_timeout_minutes": minutes, "create_gloo_process_groups": False}
     if config.mtp_standalone:  # the prediction layers' stage, not the last one, holds a copy of the embedding
         defaults["get_embedding_ranks"] = lambda ranks: sorted({ranks[0], *get_mtp_ranks(ranks, config)})
     options: dict[str, Any] = sizes | defaults | mcore_options
-    with destroyed_by(undo):  # mcore makes a score of groups and forgets them
-        parallel_state.initialize_model_parallel(**options)
-    undo.callback(parallel_state.destroy_model_parallel)
+    try:
+        with destroyed_by(undo):  # mcore makes a score of groups and forgets them
+            parallel_state.initialize_model_parallel(**options)
+    finally:  # also where mcore failed: it would refuse the groups that it has set when it is called again
+        undo.callback(parallel_state.destroy_model_parallel)
+    made_with.update(options)
+    undo.callback(made_with.clear)
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
         undo.callback(kind.forward.cache_clear)  # it holds embeddings, and they hold these groups
+
+
+def _check_held_groups(sizes: dict[str, Any], mcore_options: dict[str, Any]) -> None:
+    """Raise RuntimeError if mcore's groups, made by a host or an earlier call, are not those that are asked for."""
+    held = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    differing = [f"{name}: {size} there, {sizes[name]} here" for name, size in held.items() if size != sizes[name]]
+    if differing:
+        raise RuntimeError(
+            f"mcore's process groups exist with another layout ({'; '.join(differing)}): call "
+            "shutdown_distributed() (or the host's own clean-up) first"
+        )
+    parameters = inspect.signature(parallel_state.initialize_model_parallel).parameters.values()
+    known = {parameter.name: parameter.default for parameter in parameters} | made_with
+    ignored = [f"{name}={value!r}" for name, value in mcore_options.items() if value != known.get(name)]
+    if ignored:
+        raise RuntimeError(
+            f"mcore's process groups exist already, so that {', '.join(ignored)} would do nothing: give this where "
+            "they are made, or call shutdown_distributed() (or the host's own clean-up) first"
+        )
 
 
 def seed_ranks(
@@ -233,6 +216,18 @@ def seed_ranks(
         etp_rank=groups.expt_tp.rank(),
         force_reset_rng=True,
     )
+
+
+def check_seeded(config: TransformerConfig) -> None:
+    """Raise RuntimeError if weights are to be drawn from mcore's random streams, and there are none."""
+    # State space layers draw whatever the config says; weights drawn on the CPU come from torch's own stream.
+    draws = (config.perform_initialization and not config.use_cpu_initialization) or config.is_hybrid_model
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker() if draws else None  # asking makes one
+    if draws and not tracker.is_initialized():
+        raise RuntimeError(
+            "this process has no random streams to draw weights from: call seed_ranks(seed, groups, config) before "
+            "the model is built; init_distributed calls it, build_groups does not"
+        )
 
 
 def is_first_rank(groups: ProcessGroupCollection) -> bool:

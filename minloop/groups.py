@@ -24,7 +24,8 @@ from megatron.core.transformer import TransformerConfig
 from minloop.alive import destroy, usable
 from minloop.checks import check_config
 from minloop.cpu import cpu_backend
-from minloop.distributed import DEFAULT_ORDER, check_world_size, created, refuse_gloo_on_gpus
+from minloop.distributed import created, refuse_gloo_on_gpus
+from minloop.init_checks import DEFAULT_ORDER, check_world_size
 
 c10d: Any = dist.distributed_c10d  # of whose private parts `new_group` makes a group
 

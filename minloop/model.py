@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 
 from minloop.architecture import check_gpt_options, gpt_specs, take_yarn_options, unwrapped
 from minloop.checks import check_config
+from minloop.distributed import check_seeded
 from minloop.groups import check_groups
 from minloop.layers.cp_loss_mask import count_tokens_of_all_ranks
 from minloop.layers.embedding import fuse_embedding_gradient
@@ -82,10 +83,12 @@ def build_model(
         ValueError: the groups have another layout than the config; `before_wrapping` with
             `init_model_with_meta_device`, when it would see no weights.
         RuntimeError: `deterministic_mode`, but torch does not use deterministic algorithms; `tp_comm_overlap` without
-            `init_tp_overlap`.
+            `init_tp_overlap`; no random streams to draw the weights from, as neither `init_distributed` nor
+            `seed_ranks` was called.
     """
     check_config(config)
     check_groups(config, groups)
+    check_seeded(config)
     _check_start(config, before_wrapping)
     install_kernels(config)
     require_tp_overlap(config)
@@ -97,13 +100,7 @@ def build_model(
         first = is_pp_first_stage(groups.pp) and is_vp_first_stage(stage, stages)
         last = is_pp_last_stage(groups.pp) and is_vp_last_stage(stage, stages)
         with cut_as_built(config, groups) if config.init_model_with_meta_device else contextlib.nullcontext():
-            chunk = provider(
-                config,
-                pre_process=first,
-                post_process=last,
-                vp_stage=vp_stage,
-                pg_collection=groups,
-            )
+            chunk = provider(config, pre_process=first, post_process=last, vp_stage=vp_stage, pg_collection=groups)
         _complete(chunk, config, groups, first, last)
         if before_wrapping is not None:
             before_wrapping(chunk)

@@ -49,7 +49,7 @@ class TrainState:
 
     Attributes:
         chunks: the wrapped model chunks of this rank, one per virtual pipeline stage.
-        optimizer: from `build_optimizer`.
+        optimizer: from `build_optimizer`; of a model that was frozen before it was wrapped it holds nothing.
         scheduler: learning rate and weight decay schedule; None keeps both constant.
         config: the config given; replaced by the model's own copy, which carries the hooks.
         groups: the process groups.
@@ -66,7 +66,7 @@ class TrainState:
         is_torn: an update of the weights ended midway, by an error or Ctrl-C; until a checkpoint is loaded.
         offloaded: what `offload` moved, and its bytes in host memory.
     Raises:
-        TypeError: a plain torch optimizer, which would never change a weight.
+        TypeError: no optimizer, or a plain torch optimizer, which would never change a weight.
         RuntimeError: the hooks are bound already.
     """
 
@@ -94,6 +94,11 @@ class TrainState:
 
     def __post_init__(self) -> None:
         optimizer: Any = self.optimizer  # most callers check no types
+        if optimizer is None:
+            raise TypeError(
+                "TrainState needs an optimizer, for evaluation alone, too: use build_optimizer; freeze the model with "
+                "requires_grad_(False) before wrapping it, and neither optimizer nor gradients take memory"
+            )
         if not isinstance(optimizer, MegatronOptimizer):
             raise TypeError(
                 f"{type(optimizer).__name__} sees no gradients on DDP chunks: they are in parameter.main_grad while "

@@ -8,6 +8,10 @@ import minloop
 from minloop.advice import environment_advice, say_choices
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+EXPERTS: dict[str, Any] = {
+    **{"num_moe_experts": 2, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": False, "bf16": True},
+    **{"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "add_bias_linear": False},
+}
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
@@ -25,6 +29,15 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
             ["CUDA_DEVICE_MAX_CONNECTIONS=1"],
         ),
         ({"tensor_model_parallel_size": 2}, 1, BLACKWELL, {}, []),
+        (EXPERTS, 1, BLACKWELL, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ["such as 32"]),
+        (
+            EXPERTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+            1,
+            HOPPER,
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+            [],
+        ),
+        (EXPERTS, 1, HOPPER, {}, []),
     ],
 )
 def test_advice_follows_layout_chip_and_environment(
@@ -42,6 +55,25 @@ def test_advice_follows_layout_chip_and_environment(
     )
     assert len(advice) == len(said)
     assert all(part in line for part, line in zip(said, advice, strict=True))
+
+
+@pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"use_megatron_fsdp": True}, "use_megatron_fsdp=True"), ({"reshard_after_forward": True}, "FSDP2")],
+)
+def test_fully_sharded_models_want_many_connections(
+    fields: dict[str, Any], name: str, tp: int, capability: tuple[int, int]
+) -> None:
+    config = minloop.build_config(**MODEL, tensor_model_parallel_size=tp, gradient_accumulation_fusion=False)
+    config.transformer_impl = "transformer_engine"
+    given: dict[str, Any] = {"data_parallel_size": 1, "capability": capability}
+    ddp_config = minloop.build_ddp_config(config, **fields)
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    (said,) = environment_advice(config, ddp_config, **given, environment=one)
+    assert f"{name}: leave CUDA_DEVICE_MAX_CONNECTIONS unset" in said
+    assert not environment_advice(config, ddp_config, **given, environment={})
 
 
 def test_norms_leave_room_for_communication_and_slow_layers_are_named() -> None:

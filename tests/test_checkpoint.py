@@ -98,6 +98,13 @@ RESUMED: dict[str, dict[str, Any]] = {
     "MLA, TP2": ARCHITECTURES["MLA, q-LoRA, YaRN"] | {"tensor_model_parallel_size": 2, "ddp": SHARDED},
     "MTP, PP2": ARCHITECTURES["MTP 1, tied"] | {"pipeline_model_parallel_size": 2},
     "SGD": {"optimizer": {"optimizer": "sgd"}},
+    "lion bf16, PP2": {"pipeline_model_parallel_size": 2, "bf16": True, "optimizer": {"optimizer": "lion"}},
+    "muon": {"optimizer": {"optimizer": "muon"}},
+    "muon bf16, TP2": {
+        "tensor_model_parallel_size": 2,
+        "bf16": True,
+        "optimizer": {"optimizer": "muon", "muon_tp_mode": "distributed"},
+    },
 }
 
 

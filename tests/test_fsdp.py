@@ -42,14 +42,19 @@ ON_TWO: dict[str, tuple[dict[str, Any], int]] = {
 }
 """(DDP config, micro batch size)"""
 
-ON_FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "TP2": (megatron(), TP2),
-    "TP2, FSDP2": (TORCH, TP2),
-    "EP2": (megatron(), EP2),
-    "HSDP": (megatron(**REPLICAS), {}),
-    "HSDP, optimizer states over all": (megatron(outer_dp_sharding_strategy="optim", **REPLICAS), {}),
-    "HSDP, optim": (megatron("optim", **REPLICAS), {}),
+BESIDE: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    1: {"one rank, 4 microbatches": (megatron(), {})},
+    2: {"EP2 without replicas, 4 microbatches": (megatron(), EP2 | {"size": 1})},
+    4: {
+        "TP2": (megatron(), TP2),
+        "TP2, FSDP2": (TORCH, TP2),
+        "EP2": (megatron(), EP2),
+        "HSDP": (megatron(**REPLICAS), {}),
+        "HSDP, optimizer states over all": (megatron(outer_dp_sharding_strategy="optim", **REPLICAS), {}),
+        "HSDP, optim": (megatron("optim", **REPLICAS), {}),
+    },
 }
+"""By number of ranks: (DDP config, other options)"""
 
 
 def token_forward(data: Any, model: torch.nn.Module) -> Any:
@@ -179,18 +184,19 @@ def test_weights_of_a_checkpoint_enter_every_kind(tmp_path: Path) -> None:
     assert run_ranks(2, load_weights_into, str(tmp_path))[0] == [True] * 4
 
 
-def all_on_four() -> dict[str, dict[str, float]]:
+def all_beside(cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, dict[str, float]]:
     references: dict[str, Any] = {}
     found: dict[str, dict[str, float]] = {}
-    for name, (ddp, model) in ON_FOUR.items():
-        key = str(model)
-        references[key] = references.get(key) or observe(steps=5, **model)
-        found[name] = differences(observe(steps=5, ddp=ddp, **model), references[key])
+    for name, (ddp, options) in cases.items():
+        key = str(options)
+        references[key] = references.get(key) or observe(steps=5, **options)
+        found[name] = differences(observe(steps=5, ddp=ddp, **options), references[key])
     return found
 
 
-def test_beside_other_parallelism_and_within_replicas() -> None:
-    for name, difference in run_ranks(4, all_on_four)[0].items():
+@pytest.mark.parametrize("ranks", BESIDE)
+def test_beside_other_parallelism_and_within_replicas(ranks: int) -> None:
+    for name, difference in run_ranks(ranks, all_beside, BESIDE[ranks])[0].items():
         worst = max(difference, key=lambda key: difference[key])
         print(f"{name}: {worst} by {difference[worst]:.1e}")
         assert difference[worst] < TOLERANCE, name

@@ -108,10 +108,17 @@ GATED: dict[str, Any] = {"gated_linear_unit": True, "activation_func": F.silu, "
         {"pipeline_model_parallel_size": 2, "fp16": True},
         {"ddp": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}, "bf16": True},
         {"ddp": {"reshard_after_forward": True}, "bf16": True},
+        {"ddp": SHARDED, "bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"},
+        {"ddp": SHARDED, "bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True},
     ],
-    ids=["DP2 ZeRO-1 bf16, dropout", "TP2+SP bf16, dropout, SwiGLU", "PP2 fp16", "Megatron FSDP", "FSDP2"],
+    ids=[
+        *("DP2 ZeRO-1 bf16, dropout", "TP2+SP bf16, dropout, SwiGLU", "PP2 fp16", "Megatron FSDP", "FSDP2"),
+        *("ZeRO-1, delayed FP8", "ZeRO-1, weights in FP8"),
+    ],
 )
 def test_resumes_bit_for_bit(tmp_path: Path, options: dict[str, Any]) -> None:
+    if "fp8" in options:
+        pytest.importorskip("transformer_engine", reason="FP8 is Transformer Engine's")
     options = options | {"deterministic_mode": True}
     run_ranks(2, save_initial, str(tmp_path), options)
     straight = run_ranks(2, run, str(tmp_path), options, 8)

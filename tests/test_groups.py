@@ -167,6 +167,24 @@ def test_groups_that_cannot_be_are_refused() -> None:
     run_ranks(2, _refusals)
 
 
+def _without_seeds() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 256, "max_sequence_length": 32}
+    config = small_config(tensor_model_parallel_size=2, num_layers=1)
+    groups = minloop.build_groups(config)
+    with pytest.raises(RuntimeError, match=r"no random streams .*: call seed_ranks\(seed, groups, config\) before"):
+        minloop.build_gpt_model(config, groups, **sizes)
+    drawn_otherwise: list[dict[str, Any]] = [{"use_cpu_initialization": True}, {"perform_initialization": False}]
+    for field in drawn_otherwise:
+        minloop.build_gpt_model(small_config(tensor_model_parallel_size=2, num_layers=1, **field), groups, **sizes)
+    minloop.seed_ranks(1, groups, config)
+    minloop.build_gpt_model(config, groups, **sizes)
+    minloop.shutdown_distributed()
+
+
+def test_a_model_that_draws_weights_needs_seeds() -> None:
+    run_ranks(2, _without_seeds, init="any")
+
+
 def _ten_times() -> None:
     layouts: list[dict[str, Any]] = [{"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}]
     threads: list[int] = []

@@ -17,12 +17,14 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted((ROOT / "minloop")
 
 # A stage may import those before it, never those after it; minloop/__init__.py comes after all.
 STAGES = """
-messages disk cpu determinism spelling combined_checks context_parallel_checks expert_checks fsdp_checks graph_checks
-ignored_checks kernel_checks memory_checks optimizer_config_checks precision_checks tensor_parallel_checks checks config
-launch alive traces distributed groups everyone tp_overlap
+messages disk engine gloo cpu determinism spelling combined_checks context_parallel_checks expert_checks fsdp_checks
+graph_checks ignored_checks kernel_checks memory_checks optimizer_config_checks precision_checks tensor_parallel_checks
+checks config
+launch alive traces init_checks distributed groups everyone tp_overlap
 layers architecture meta_device model hybrid_pattern hybrid cuda_graph advice wrapping_checks
 fully_sharded master_weights data_parallel optimizer
-lr_schedule moe state signals stragglers data losses microbatches placement packed schedule injection step evaluation
+lr_schedule moe state signals stragglers data losses microbatches placement
+hybrid_context_parallel packed schedule injection step evaluation
 flops parameter_count activation_memory fsdp_memory estimate_checks memory metrics timing logs profiling garbage
 inference checkpoint fault_places faults embedding sameness
 """.split()

@@ -1,17 +1,20 @@
 """Every layout trains the same model: a part of the matrix that `benchmarks/sameness.py` measures."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matrix import Cell, Matrix
 from ranks import run_ranks
-from sameness_cases import ARCHITECTURES, EXPLAINED, LAYOUTS, RECIPE
+from sameness_cases import ARCHITECTURES, EXPLAINED, LAYOUTS, RECIPE, SP, Options, layout
 from small import rounding, shared_state, text_loader, train
 
 import minloop
+from minloop.sameness.compare import relative_difference
 
 DOCUMENTED = json.loads((Path(__file__).parent.parent / "docs" / "sameness.json").read_text())
 REFUSALS = {(cell["layout"], cell["architecture"]): cell["refused"] or "" for cell in DOCUMENTED}
@@ -79,3 +82,30 @@ def test_microbatches_do_not_matter(tmp_path: Path) -> None:
     histories: list[Any] = [run_ranks(1, run_with_micro_batch, str(tmp_path), size, size == 1)[0] for size in (1, 8)]
     for ours, theirs in zip(*histories, strict=True):
         assert ours == pytest.approx(theirs, rel=rounding(DENSE))
+
+
+MUON: Options = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+"""Else it makes updates orthogonal in bf16, whose rounding enlarges that of other sums."""
+
+MUON_LAYOUTS = [
+    layout(2, optimizer=MUON),
+    layout(2, tp=2, **SP, optimizer=MUON | {"muon_tp_mode": "duplicated"}),
+    layout(2, tp=2, **SP, optimizer=MUON | {"muon_tp_mode": "distributed"}),
+]
+
+
+def run_muon(directory: str, cases: Sequence[Options], first: bool) -> list[tuple[Any, dict[str, torch.Tensor]]]:
+    """Losses and gradient norms of five steps in each case, and the weights after them."""
+    results: list[tuple[Any, dict[str, torch.Tensor]]] = []
+    for options in cases:
+        state = shared_state(directory, first, **(RECIPE | ARCHITECTURES["Llama"] | options))
+        results.append((train(state, text_loader(state), 5), minloop.full_weights(state)))
+        minloop.shutdown_distributed()
+    return results
+
+
+def test_muon_trains_the_same_model_in_every_layout(tmp_path: Path) -> None:
+    ((history, weights),) = run_ranks(1, run_muon, str(tmp_path), [{"optimizer": MUON}], first=True)[0]
+    for ours, found in run_ranks(2, run_muon, str(tmp_path), [options for _, options in MUON_LAYOUTS], first=False)[0]:
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(history), rtol=rounding(DENSE), atol=0)
+        assert all(relative_difference(found[name], weight) <= rounding(WEIGHTS) for name, weight in weights.items())
