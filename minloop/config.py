@@ -5,6 +5,8 @@ the mcore dataclass, every field of which may be given by its mcore name.
 """
 
 import dataclasses
+import os
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import is_te_min_version
 
 from minloop.checks import HOOKS, STAGE_FIELDS, check_config, check_ddp_config, use_transformer_engine
+from minloop.combined_checks import stages_named, virtual_stages
 from minloop.expert_checks import fuses_routers
+from minloop.ignored_checks import unread
 from minloop.kernel_checks import is_heterogeneous
+from minloop.messages import say_once
 from minloop.optimizer_config_checks import check_optimizer_fields
 from minloop.spelling import check_fields
 
@@ -26,11 +31,12 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     """Build mcore's `TransformerConfig` with the settings that are right and fast on this machine.
 
     Where a field is not given: `params_dtype` and `pipeline_dtype` follow bf16/fp16; `transformer_impl` is Transformer
-    Engine where there is one and a GPU, otherwise local; interleaved pipelines overlap their communication; the loss is
-    averaged over the tokens of the global batch (`calculate_per_token_loss`), the only average that no layout changes;
-    fused kernels that suit the model are on (see `_fusions`), on a GPU weight gradients are accumulated as they are
-    computed; CUDA graphs draw from Transformer Engine's random streams; FP8 with delayed scaling scales by the largest
-    values of the last 1024 passes. All other fields keep mcore's defaults.
+    Engine where there is one and a GPU, otherwise local; pipeline stages free what they have sent
+    (`deallocate_pipeline_outputs`), interleaved ones overlap their communication; the loss is averaged over the tokens
+    of the global batch (`calculate_per_token_loss`), the only average that no layout changes; fused kernels that suit
+    the model are on (see `_fusions`), on a GPU weight gradients are accumulated as they are computed; CUDA graphs draw
+    from Transformer Engine's random streams; FP8 with delayed scaling scales by the largest values of the last 1024
+    passes. All other fields keep mcore's defaults.
 
     Args:
         config_class: `TransformerConfig` or a subclass of it (`MLATransformerConfig`, your own).
@@ -48,7 +54,8 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     chosen["pipeline_dtype"] = fields.get("params_dtype", chosen["params_dtype"])
     implementation = "transformer_engine" if use_transformer_engine() else "local"
     draft.transformer_impl = chosen["transformer_impl"] = fields.get("transformer_impl", implementation)
-    if _virtual_stages(draft) > 1:
+    chosen["deallocate_pipeline_outputs"] = draft.pipeline_model_parallel_size > 1
+    if virtual_stages(draft) > 1:
         overlap = fields.get("overlap_p2p_comm", True)
         chosen["overlap_p2p_comm"], chosen["batch_p2p_comm"] = overlap, not overlap
     if draft.num_moe_experts:  # as mcore would choose with a warning
@@ -62,26 +69,23 @@ def build_config[Config: TransformerConfig](config_class: type[Config] = Transfo
     chosen["use_te_rng_tracker"] = draft.cuda_graph_impl != "none" and draft.transformer_impl != "local"
     chosen |= _fusions(draft) | fields
     check_config(SimpleNamespace(**(defaults | chosen)))
-    config = config_class(**chosen)
+    with stages_named(chosen), warnings.catch_warnings():
+        if "cross_entropy_fusion_impl" not in fields:  # mcore warns of earlier versions than the one that is chosen
+            warnings.filterwarnings("ignore", "Transformer Engine cross entropy")
+        config = config_class(**chosen)
     check_config(config)
+    _hint_at_gates(draft)
     return config
 
 
-def _virtual_stages(draft: SimpleNamespace) -> int:
-    """Virtual pipeline stages, given by number or by the stages of a layout."""
-    layout = draft.pipeline_model_parallel_layout
-    if layout is None:
-        return draft.virtual_pipeline_model_parallel_size or 1
-    try:
-        stages = PipelineParallelLayerLayout(layout, draft.pipeline_model_parallel_size)
-        stages.validate_layer_layout(draft.num_layers, draft.mtp_num_layers)
-    except AssertionError as error:  # mcore's, which would name no field
-        raise ValueError(
-            f"pipeline_model_parallel_layout={layout!r} with pipeline_model_parallel_size "
-            f"({draft.pipeline_model_parallel_size}), num_layers ({draft.num_layers}) and mtp_num_layers "
-            f"({draft.mtp_num_layers}): {error}"
-        ) from error
-    return stages.virtual_pipeline_model_parallel_size
+def _hint_at_gates(draft: SimpleNamespace) -> None:
+    only_experts = draft.num_moe_experts and draft.moe_layer_freq == 1
+    first = os.environ.get("RANK", "0") == "0"  # groups, by which say_once knows it, are built after the config
+    if first and draft.gated_linear_unit and not (draft.ffn_hidden_size or only_experts or is_heterogeneous(draft)):
+        say_once(
+            f"gated_linear_unit=True with ffn_hidden_size left at 4 × hidden_size ({4 * draft.hidden_size}): half as "
+            f"many weights again as without a gate; 8/3 × hidden_size ({8 * draft.hidden_size // 3}) keeps their number"
+        )
 
 
 def _fusions(draft: SimpleNamespace) -> dict[str, Any]:
@@ -115,7 +119,8 @@ def _fusions(draft: SimpleNamespace) -> dict[str, Any]:
         "moe_router_fusion": experts and fuses_routers(draft),
         # whatever the precision, its gradient is rounded to bf16
         "cross_entropy_loss_fusion": draft.bf16 and not draft.deterministic_mode,
-        "cross_entropy_fusion_impl": "te" if with_te else "native",
+        # faster; before 2.20 Transformer Engine's rounded gradients that were yet to be scaled (its pull request 3193)
+        "cross_entropy_fusion_impl": "te" if with_te and is_te_min_version("2.20.0") else "native",
         "gradient_accumulation_fusion": torch.cuda.is_available(),
     }
 
@@ -125,18 +130,20 @@ def replace_layout[Config: TransformerConfig](config: Config, **changes: Any) ->
 
     Unlike `dataclasses.replace` it leaves behind what belongs to the old layout: hooks bound by a training state, the
     division of layers into stages when the number of stages changes, sequence parallel and its overlap at tensor
-    parallel 1, an expert tensor parallel size that only followed the tensor parallel size.
+    parallel 1, an expert tensor parallel size that only followed the tensor parallel size, how stages communicate
+    (`overlap_p2p_comm`, `overlap_p2p_comm_warmup_flush`, `batch_p2p_comm`), when their size changes how context
+    parallel ranks do (`cp_comm_type`, `hierarchical_context_parallel_sizes`), and what nothing reads any more.
 
     Args:
         changes: the fields to change, by mcore's names, e.g. ``tensor_model_parallel_size=4``.
     """
     fields: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
-    dropped = {*HOOKS, "overlap_p2p_comm", "batch_p2p_comm"}
+    dropped = {*HOOKS, "overlap_p2p_comm", "overlap_p2p_comm_warmup_flush", "batch_p2p_comm"}
     if (
         changes.get("pipeline_model_parallel_size", config.pipeline_model_parallel_size)
         != config.pipeline_model_parallel_size
     ):
-        dropped |= {*STAGE_FIELDS}
+        dropped |= {*STAGE_FIELDS, "deallocate_pipeline_outputs"}
     if changes.get("tensor_model_parallel_size", config.tensor_model_parallel_size) == 1:
         dropped |= {"sequence_parallel", "tp_comm_overlap"}
     if config.expert_tensor_parallel_size == config.tensor_model_parallel_size:
@@ -147,6 +154,7 @@ def replace_layout[Config: TransformerConfig](config: Config, **changes: Any) ->
     if layout is not None:  # mcore parsed it into an object; its text parses again
         fields["pipeline_model_parallel_layout"] = layout.input_data
     kept = {name: value for name, value in fields.items() if name not in dropped}
+    kept = {name: value for name, value in kept.items() if name not in unread(kept | changes)}
     return build_config(type(config), **(kept | changes))
 
 
@@ -162,7 +170,7 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
 
     Raises:
         ValueError: overlap_param_gather without what it needs; averaging that contradicts `calculate_per_token_loss`;
-            fp8_param without the distributed optimizer.
+            fp8_param or fp4_param without the distributed optimizer.
         TypeError: a name that is no field.
     """
     if "reshard_after_forward" in fields:
@@ -180,6 +188,7 @@ def build_ddp_config(config: TransformerConfig, **fields: Any) -> DistributedDat
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": sharded and overlap,
         "fp8_param_gather": config.fp8_param,
+        "fp4_param_gather": config.fp4_param,
         "delay_wgrad_compute": config.delay_wgrad_compute,
     }
     if fsdp:
@@ -204,7 +213,8 @@ def build_optimizer_config(
     `min_lr`, which mcore leaves at None and its scheduler then rejects, is 0.0 unless given.
 
     Raises:
-        ValueError: no `lr`; a precision-aware optimizer without what it needs, or what needs one without it.
+        ValueError: no `lr`; a precision-aware optimizer without what it needs, or what needs one without it;
+            `decoupled_min_lr` without `decoupled_lr`.
         TypeError: a name that is no field.
     """
     check_fields(OptimizerConfig, fields)

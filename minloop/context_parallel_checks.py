@@ -44,7 +44,7 @@ def check_context_parallel(config: Any) -> None:
                 f"({tp}) × the {ranks} ranks to which cp_comm_type={kind!r} deals heads out: use 'p2p' or "
                 "'all_gather', or 'a2a+p2p' with a smaller first of hierarchical_context_parallel_sizes"
             )
-    if cp > 1 and config.transformer_impl == "transformer_engine":
+    if (cp > 1 or config.hybrid_context_parallel) and config.transformer_impl == "transformer_engine":
         _check_transformer_engine(config)
 
 
@@ -83,7 +83,8 @@ def _check_transformer_engine(config: Any) -> None:
     `attn_forward_func_with_cp`.
     """
     cp, hierarchy = config.context_parallel_size, config.hierarchical_context_parallel_sizes
-    where = f"context_parallel_size ({cp}) on Transformer Engine's layers"
+    where = "hybrid_context_parallel=True" if config.hybrid_context_parallel else f"context_parallel_size ({cp})"
+    where += " on Transformer Engine's layers"
     local = "or transformer_impl='local'"
     if config.params_dtype == torch.float32:
         raise ValueError(

@@ -12,6 +12,8 @@ MEGATRON_FSDP = {
     "use_custom_fsdp": False,
     "data_parallel_sharding_strategy": "no_shard",
     "outer_dp_sharding_strategy": "no_shard",
+    "fsdp_double_buffer": False,
+    "megatron_fsdp_enable_fine_grained_param_gather": False,
 }
 """Fields of `DistributedDataParallelConfig` that mcore's DDP does not read, with their defaults."""
 

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -37,6 +39,23 @@ def check_kernels(config: Any) -> None:
         raise ValueError(
             "normalization='L2Norm' with transformer_impl='transformer_engine', which has none: use 'LayerNorm' or "
             "'RMSNorm', or transformer_impl='local'"
+        )
+
+
+def check_loss_kernel(config: Any) -> None:
+    """Refuse Transformer Engine's loss where it cannot run; a config may still be built, for an estimate.
+
+    Args:
+        config: a `TransformerConfig`, or anything with its fields.
+    Raises:
+        ValueError: naming the fields, their values and the remedy.
+    """
+    fused = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
+    if fused and not (HAVE_TE and torch.cuda.is_available()):
+        raise ValueError(
+            f"cross_entropy_fusion_impl='te' with transformer_impl={config.transformer_impl!r}, but "
+            f"{'there is no GPU' if HAVE_TE else 'Transformer Engine is not installed'}: set "
+            "cross_entropy_fusion_impl='native'"
         )
 
 

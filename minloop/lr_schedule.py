@@ -91,11 +91,17 @@ def _warmup(style: str, samples: int | None, fraction: float | None, decay: int)
     """In samples; of a fraction mcore takes parts of one, as Megatron-LM gives it."""
     if style not in LR_DECAY_STYLES:
         raise ValueError(f"lr_decay_style {style!r} is none of {', '.join(LR_DECAY_STYLES)}")
-    if samples and fraction is not None:
-        raise ValueError(f"lr_warmup_fraction ({fraction}) and a warm-up of {samples} samples: give one of them")
+    if samples is not None and fraction is not None:
+        raise ValueError(
+            f"lr_warmup_fraction ({fraction}) and lr_warmup_iters or lr_warmup_samples ({samples} samples) are both "
+            "given: give one of them"
+        )
     warmup = samples or 0 if fraction is None else fraction * decay
     if not 0 <= warmup < decay:
-        raise ValueError(f"the warm-up ({warmup:g} samples) must be shorter than the decay ({decay} samples)")
+        raise ValueError(
+            f"the warm-up ({warmup:g} samples, by lr_warmup_iters, lr_warmup_samples or lr_warmup_fraction) must be "
+            f"shorter than the decay ({decay} samples, by lr_decay_iters or lr_decay_samples, else the whole run)"
+        )
     return warmup
 
 
@@ -109,7 +115,7 @@ def _check_wsd(style: str, samples: int | None, warmup: float, decay: int) -> No
     if warmup + samples > decay:
         raise ValueError(
             f"the warm-up ({warmup:g} samples) and WSD's final decay ({samples} samples) are longer than the whole "
-            f"({decay} samples): shorten one of them, or lengthen lr_decay_iters"
+            f"({decay} samples): shorten one of them, or lengthen lr_decay_iters or lr_decay_samples"
         )
 
 
@@ -119,6 +125,15 @@ def _rates(config: OptimizerConfig, warmup_init: float) -> dict[str, float]:
     for name, value in (("OptimizerConfig.min_lr", config.min_lr or 0.0), ("lr_warmup_init", warmup_init)):
         if not 0.0 <= value <= config.lr:
             raise ValueError(f"{name} ({value}) must be between 0 and OptimizerConfig.lr ({config.lr})")
+    if config.decoupled_lr is not None:
+        own = config.decoupled_min_lr is not None
+        least: Any = config.decoupled_min_lr if own else config.min_lr or 0.0
+        if not 0.0 <= least <= config.decoupled_lr:  # mcore's scheduler asks this of the other weights' rates alone
+            raise ValueError(
+                f"OptimizerConfig.{'decoupled_min_lr' if own else 'min_lr'} ({least}) must be between 0 and "
+                f"OptimizerConfig.decoupled_lr ({config.decoupled_lr}), or embedding and output layer would learn "
+                "faster and faster: set a smaller decoupled_min_lr, or a larger decoupled_lr"
+            )
     return {"init_lr": warmup_init, "max_lr": config.lr, "min_lr": config.min_lr or 0.0}
 
 

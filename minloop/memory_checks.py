@@ -6,7 +6,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from minloop.spelling import did_you_mean
 
-MODULES = ("core_attn", "mlp", "moe", "shared_experts", "mla_up_proj", "layernorm", "moe_act", "gdn_norm_out")
+MODULES = ("core_attn", "mlp", "moe", "shared_experts", "mla_up_proj", "layernorm", "moe_act")
 OFFLOAD_MODULES = (
     "core_attn",
     "attn_proj",
@@ -17,7 +17,7 @@ OFFLOAD_MODULES = (
     "mlp_norm",
     "qkv_linear",
 )
-NEEDS_TE = ("layernorm", "moe_act", "gdn_norm_out")
+NEEDS_TE = ("layernorm", "moe_act")
 PART_OF = {
     "moe": "num_moe_experts",
     "shared_experts": "moe_shared_expert_intermediate_size",
@@ -64,6 +64,11 @@ def _check_modules(config: Any, modules: list[str]) -> None:
             "recompute_modules out, which means ['core_attn'], or set recompute_granularity=None"
         )
     for module in modules:
+        if module == "gdn_norm_out":
+            raise ValueError(
+                f"recompute_modules {modules}: mcore has 'gdn_norm_out' with experimental_attention_variant="
+                "'gated_delta_net' alone, which no model here has, also those with gated delta nets; leave it out"
+            )
         if module not in MODULES:
             raise ValueError(
                 f"recompute_modules {modules}: {module!r} is none of {', '.join(MODULES)}"

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's precisions before mcore's, whose messages name command line flags and no remedy."""
+"""Checks of an optimizer's fields before mcore's, whose messages name command line flags and no remedy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,18 @@ DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_
 
 
 def check_optimizer_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse a precision-aware optimizer without what it needs, and dtypes that need one.
+    """Refuse a precision-aware optimizer without what it needs, dtypes that need one, and a minimum that is not read.
 
     Args:
         fields: of an `OptimizerConfig`; others have mcore's defaults.
     Raises:
         ValueError: naming the fields, their values and the remedy.
     """
+    if fields.get("decoupled_min_lr") is not None and fields.get("decoupled_lr") is None:
+        raise ValueError(
+            f"decoupled_min_lr={fields['decoupled_min_lr']} with decoupled_lr=None, without which nothing reads it: "
+            "set decoupled_lr, or leave decoupled_min_lr out"
+        )
     if not fields.get("use_precision_aware_optimizer"):
         for name in DTYPES:
             if (dtype := fields.get(name, torch.float32)) != torch.float32:

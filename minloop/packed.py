@@ -60,10 +60,10 @@ def _sample_forward_step(sample: Batch, model: torch.nn.Module) -> tuple[torch.T
     It is not packed: mcore turns packed queries by the layout's context parallel group, not by the sample's.
     """
     size, length = int(sample["local_cp_size"]), len(sample["tokens"])
-    group: Any = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size) if size > 1 else None
+    group = _shared_by(size)
     whole = {name: value[None] for name, value in sample.items() if value.dim()}
     placed: Batch = place_batch(CheckedBatch(whole), model)
-    if group is not None:  # positions of mRoPE are cut where they are turned into angles
+    if size > 1:  # positions of mRoPE are cut where they are turned into angles
         rows = {name: value for name, value in placed.items() if value.dim() == 2}
         placed = placed | get_batch_on_this_cp_rank(rows, is_hybrid_cp=False, cp_group=group)
     params = PackedSeqParams(
@@ -72,3 +72,8 @@ def _sample_forward_step(sample: Batch, model: torch.nn.Module) -> tuple[torch.T
     options: dict[str, Any] = {"labels": placed["labels"], "loss_mask": placed["loss_mask"]}
     output = model(placed["tokens"], placed["position_ids"], None, packed_seq_params=params, **options)
     return output, partial(token_loss, placed["loss_mask"])
+
+
+def _shared_by(size: int) -> Any:
+    """The group of `size` data parallel ranks that this one is in; None for one alone."""
+    return parallel_state.get_hybrid_data_context_parallel_groups(group_size=size) if size > 1 else None

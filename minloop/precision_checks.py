@@ -1,4 +1,4 @@
-"""Checks of FP8: what Transformer Engine would refuse in mid-forward, or what would train in another precision.
+"""Checks of FP8 and FP4: what Transformer Engine would refuse in mid-forward, or what would train in another precision.
 
 Of Transformer Engine's cache of FP8 weights a loop need know nothing: mcore's schedules say before the first microbatch
 of a step, and of an evaluation, that weights have changed (`set_is_first_microbatch` of the DDP wrapper).
@@ -18,6 +18,10 @@ FIRST_CHIP = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxf
 """Compute capability with which a recipe begins, transformer_engine/pytorch/quantization.py: 8.9 is Ada, 9.0 Hopper,
 10.0 Blackwell."""
 
+FP4_MULTIPLE = 32
+"""Of what cuBLAS multiplies in FP4: 16 bytes of numbers of half a byte (mcore's fp4_utils, `get_fp4_align_size`). To
+quantise, Transformer Engine wants multiples of 16 (`NVFP4_BLOCK_SCALING_SIZE`)."""
+
 SMALL_HIDDEN_SIZE = 2048
 """Below it quantising has cost more time on an H100 or H200 than FP8 products save; see `fp8_advice`."""
 
@@ -32,17 +36,21 @@ def check_precision(config: Any) -> None:
     """
     # to ask an uninitialised CUDA would open a context on device 0, whichever this rank's is
     capability = torch.cuda.get_device_capability() if torch.cuda.is_initialized() else None
+    for name, kind in (("fp8", "hybrid"), ("fp4", "e2m1")):
+        value = getattr(config, name)
+        if getattr(config, f"{name}_param") and not value:
+            raise ValueError(
+                f"{name}_param=True keeps weights for {name.upper()} products, but {name} is None: set {name}={kind!r}"
+            )
+        if value and not config.bf16:
+            raise ValueError(
+                f"{name}={value!r} with bf16={config.bf16} and fp16={config.fp16}: {name.upper()} is the precision of "
+                "products inside a bf16 model; set bf16=True"
+            )
     if config.fp4:
         _check_fp4(config, capability)
     if not config.fp8:
-        if config.fp8_param:
-            raise ValueError("fp8_param=True keeps weights for FP8 products, but fp8 is None: set fp8='hybrid'")
         return
-    if not config.bf16:
-        raise ValueError(
-            f"fp8={config.fp8!r} with bf16={config.bf16} and fp16={config.fp16}: FP8 is the precision of products "
-            "inside a bf16 model; set bf16=True"
-        )
     if config.transformer_impl != "transformer_engine":
         raise ValueError(
             f"fp8={config.fp8!r} with transformer_impl={config.transformer_impl!r}, whose products stay in bf16: FP8 "
@@ -96,6 +104,7 @@ def _check_fp4(config: Any, capability: tuple[int, int] | None) -> None:
             f"fp4={config.fp4!r} with transformer_impl={config.transformer_impl!r} on a GPU of compute capability "
             f"{capability}: it needs Transformer Engine and 10.0 or more (Blackwell); set fp4=None, or use fp8"
         )
+    check_fp4_sizes(config)
 
 
 def _check_recipe(config: Any) -> None:
@@ -113,32 +122,43 @@ def _check_recipe(config: Any) -> None:
 
 def check_fp8_sizes(config: Any) -> None:
     """Refuse weights whose rows or columns, on one rank, are no multiples of what FP8 products need."""
-    multiple = fp8_utils.get_fp8_align_size(config.fp8_recipe)
+    _check_sizes(config, "fp8", fp8_utils.get_fp8_align_size(config.fp8_recipe))
+
+
+def check_fp4_sizes(config: Any) -> None:
+    """Refuse weights whose rows or columns, on one rank, are no multiples of what FP4 products need."""
+    _check_sizes(config, "fp4", FP4_MULTIPLE)
+
+
+def _check_sizes(config: Any, precision: str, multiple: int) -> None:
     for name, size, ranks, size_of in product_sizes(config):
         if size % (multiple * ranks):
             over = f" over {size_of} ({ranks})" if ranks > 1 else ""
             raise ValueError(
-                f"fp8={config.fp8!r} with fp8_recipe={config.fp8_recipe!r}: {name} ({size}){over} must be a multiple "
-                f"of {multiple} on each rank; change it, or set fp8=None"
+                f"{precision}={getattr(config, precision)!r} with {precision}_recipe="
+                f"{getattr(config, f'{precision}_recipe')!r}: {name} ({size}){over} must be a multiple of {multiple} "
+                f"on each rank; change it, or set {precision}=None"
             )
 
 
 def check_fp8_param(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
-    """Refuse weights kept in FP8 where mcore's two halves of it, in layers and in data parallelism, disagree.
+    """Refuse weights kept in FP8 or FP4 where mcore's two halves of it, in layers and in data parallelism, disagree.
 
     Raises:
         ValueError: naming the fields, their values and the remedy.
     """
-    if config.fp8_param != ddp_config.fp8_param_gather:
-        raise ValueError(
-            f"fp8_param={config.fp8_param} with fp8_param_gather={ddp_config.fp8_param_gather}: the model's weights "
-            "and what data parallel ranks gather are the same tensors; use build_ddp_config, or give both one value"
-        )
-    if config.fp8_param and not ddp_config.use_distributed_optimizer:
-        raise ValueError(
-            "fp8_param=True with use_distributed_optimizer=False: only that optimizer casts its fp32 weights to FP8; "
-            "set use_distributed_optimizer=True in build_ddp_config, or fp8_param=False"
-        )
+    for name in ("fp8_param", "fp4_param"):
+        kept, gathered = getattr(config, name), getattr(ddp_config, f"{name}_gather")
+        if kept != gathered:
+            raise ValueError(
+                f"{name}={kept} with {name}_gather={gathered}: the model's weights and what data parallel ranks gather "
+                "are the same tensors; use build_ddp_config, or give both one value"
+            )
+        if kept and not ddp_config.use_distributed_optimizer:
+            raise ValueError(
+                f"{name}=True with use_distributed_optimizer=False: only that optimizer casts its fp32 weights to "
+                f"{name[:3].upper()}; set use_distributed_optimizer=True in build_ddp_config, or {name}=False"
+            )
     if ddp_config.reuse_grad_buf_for_mxfp8_param_ag and config.fp8_recipe != "mxfp8":
         raise ValueError(
             f"reuse_grad_buf_for_mxfp8_param_ag=True with fp8_recipe={config.fp8_recipe!r}: it is for 'mxfp8' alone"
@@ -203,9 +223,10 @@ def fp8_advice(config: Any) -> list[str]:
 
 
 def refuse_fp8_weights(config: Any, what: str) -> None:
-    """Raise ValueError if weights are kept in FP8, which are whole or nothing, for what goes by their rows."""
-    if config.fp8_param:
-        raise ValueError(f"{what} weights kept in FP8 (fp8_param=True): set fp8_param=False")
+    """Raise ValueError if weights are kept in FP8 or FP4, whole or nothing, for what goes by their rows."""
+    for name in ("fp8_param", "fp4_param"):
+        if getattr(config, name):
+            raise ValueError(f"{what} weights kept in {name[:3].upper()} ({name}=True): set {name}=False")
 
 
 def start_from_own_weights(model: torch.nn.Module) -> None:

@@ -12,13 +12,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, make_viewless_tensor
 
 from minloop.alive import left_midway
 from minloop.architecture import unwrapped
 from minloop.data import to_device
 from minloop.graph_checks import check_graph_sequence
 from minloop.hybrid_context_parallel import deal_out
+from minloop.kernel_checks import check_loss_kernel
 from minloop.losses import LossFunction, Report, exact_token_count
 from minloop.microbatches import Microbatches
 from minloop.placement import PlacedBatch, model_attribute, place_batch
@@ -58,6 +59,7 @@ def forward_backward(
     if config.cuda_graph_impl != "full_iteration" or forward_only or not torch.cuda.is_available():
         return run(taken)
     check_graph_sequence(config, batches.seq_length)
+    _check_lengths(config, batches.seq_length, taken)
     model = state.chunks[0]
     is_gpt = isinstance(get_attr_wrapped_model(model, "pre_process", return_model_obj=True), LanguageModule)
     place = partial(place_batch, model=model) if is_gpt else partial(to_device, device=torch.cuda.current_device())
@@ -93,6 +95,24 @@ def check_count(config: TransformerConfig, count: int) -> None:
         )
 
 
+def _check_lengths(config: TransformerConfig, seq_length: int, batches: Sequence[Any]) -> None:
+    """Raise ValueError if there are sequences that sequence parallel ranks cannot divide.
+
+    Microbatches may be of other lengths than the first one. The samples of hybrid context parallelism are looked at
+    where they are dealt out, and a placed batch before it was cut.
+    """
+    if not config.sequence_parallel or config.hybrid_context_parallel or isinstance(batches[0], PlacedBatch):
+        return
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    rows = [batch["tokens"].shape[-1] for batch in batches if isinstance(batch, dict) and "tokens" in batch]
+    for length in rows if rows and rows[0] == seq_length else [seq_length]:  # unless a model counts otherwise
+        if length % (tp * cp):
+            raise ValueError(
+                f"sequence_parallel=True with a sequence of {length} tokens, which tensor_model_parallel_size ({tp}) × "
+                f"context_parallel_size ({cp}) does not divide: pad it to a multiple of {tp * cp}, with 0 in loss_mask"
+            )
+
+
 def least_count(config: TransformerConfig) -> int:
     """A number of microbatches whose multiples every schedule takes: interleaved ones want whole groups."""
     if config.virtual_pipeline_model_parallel_size is None:
@@ -115,6 +135,8 @@ def run_schedule(
 ) -> list[Report]:
     """Run mcore's schedule over `batches`; returns the reports of the last pipeline stage, on others an empty list."""
     config, pp, several = state.config, state.groups.pp.size(), len(state.chunks) > 1
+    check_loss_kernel(config)
+    _check_lengths(config, shape.seq_length, batches)
     schedule: Any = get_forward_backward_func(pp_size=pp, vp_size=config.virtual_pipeline_model_parallel_size)
     data: Any = [iter(batches) for _ in state.chunks] if several else iter(batches)
     if config.hybrid_context_parallel:
@@ -122,7 +144,7 @@ def run_schedule(
         forward_step = partial(_with_data, forward_step, own)
     with left_midway(state.groups):
         return schedule(
-            forward_step_func=forward_step,
+            forward_step_func=partial(_without_view, forward_step) if pp > 1 else forward_step,
             data_iterator=data,
             model=state.chunks if several else state.chunks[0],
             num_microbatches=shape.count,
@@ -132,6 +154,14 @@ def run_schedule(
             p2p_communicator=P2PCommunicator(state.groups.pp, config) if pp > 1 else None,
             pg_collection=state.groups,
         )
+
+
+def _without_view(forward_step: ForwardStep, *args: Any, **options: Any) -> tuple[Any, LossFunction]:
+    """mcore frees what a stage has sent (`deallocate_pipeline_outputs`), but not views, as your own model's may be."""
+    output, loss_function = forward_step(*args, **options)
+    if isinstance(output, torch.Tensor):
+        output: Any = make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True)
+    return output, loss_function
 
 
 def _with_data(forward_step: ForwardStep, own: Iterator[Any], _: Any, model: Any) -> tuple[Any, LossFunction]:

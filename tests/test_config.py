@@ -36,6 +36,7 @@ from minloop.spelling import check_spellings
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 LOCAL = {"transformer_impl": "local"}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 CP2: dict[str, Any] = {"context_parallel_size": 2, "params_dtype": torch.bfloat16}
 
 
@@ -181,6 +182,40 @@ def test_replace_layout_leaves_the_old_layout_behind() -> None:
     assert (old.tensor_model_parallel_size, old.grad_scale_func) == (2, abs)
 
 
+def test_replace_layout_leaves_behind_what_nothing_reads_any_more() -> None:
+    old = minloop.build_config(
+        **MODEL, **PP2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm_warmup_flush=True
+    )
+    vars(old).update(tensor_model_parallel_size=2, tp_comm_overlap=True, tp_comm_bulk_wgrad=False, fp8_margin=1)
+    assert old.deallocate_pipeline_outputs
+    new = minloop.replace_layout(old, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    assert (new.tp_comm_bulk_wgrad, new.fp8_margin, new.overlap_p2p_comm_warmup_flush) == (True, 0, False)
+    assert not new.deallocate_pipeline_outputs
+    with pytest.raises(ValueError, match="fp8_margin=1 with fp8=None"):
+        minloop.replace_layout(old, tensor_model_parallel_size=1, fp8_margin=1)
+    kept = minloop.build_config(**MODEL, **PP2, deallocate_pipeline_outputs=False)
+    assert not minloop.replace_layout(kept, tensor_model_parallel_size=2).deallocate_pipeline_outputs
+
+
+def test_a_gate_that_makes_the_model_larger_is_mentioned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minloop.messages._said", set())
+    for _ in range(2):
+        minloop.build_config(**MODEL, **SWIGLU)
+    (line,) = caplog.messages
+    assert "ffn_hidden_size left at 4 × hidden_size (128): half as many" in line
+    assert "8/3 × hidden_size (85) keeps their number" in line
+    monkeypatch.setattr("minloop.messages._said", set())
+    caplog.clear()
+    for fields in ({"ffn_hidden_size": 128}, {"num_moe_experts": 2, "moe_ffn_hidden_size": 128}):
+        minloop.build_config(**MODEL, **SWIGLU, **fields)
+    minloop.build_config(**MODEL)
+    monkeypatch.setenv("RANK", "1")
+    minloop.build_config(**MODEL, **SWIGLU)
+    assert caplog.messages == []
+
+
 def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
     old = minloop.build_config(**MODEL, pipeline_model_parallel_size=2, bf16=True, normalization="RMSNorm")
     new = minloop.replace_layout(old, tensor_model_parallel_size=4)
@@ -314,6 +349,100 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
             "use_te_activation_func=True with is_hybrid_model=True, whose specs",
         ),
         *(
+            (
+                {name: value},
+                f"{name}={value!r} with {reader}=.*, without which nothing reads it: set {reader}, or leave",
+            )
+            for reader, names in {
+                "num_moe_experts": {
+                    "moe_layer_freq": 2,
+                    "moe_latent_size": 16,
+                    "moe_router_score_function": "sigmoid",
+                    "moe_router_enable_expert_bias": True,
+                    "moe_router_load_balancing_type": "none",
+                    "moe_router_dtype": "fp32",
+                    "moe_shared_expert_overlap": True,
+                },
+                "mtp_num_layers": {"mtp_detach_heads": True, "mtp_use_repeated_layer": True},
+                "fp8": {
+                    "fp8_recipe": "tensorwise",
+                    "fp8_margin": 1,
+                    "fp8_quantizer_factory": "own.factory",
+                    "fp8_amax_history_len": 16,
+                    "fp8_amax_compute_algo": "max",
+                },
+                "fp4": {"fp4_recipe": "custom", "fp4_quantizer_factory": "own.factory"},
+                "tp_comm_overlap": {
+                    "tp_comm_bulk_wgrad": False,
+                    "tp_comm_bulk_dgrad": False,
+                    "tp_comm_overlap_ag": False,
+                    "tp_comm_overlap_rs": False,
+                    "tp_comm_overlap_rs_dgrad": True,
+                    "tp_comm_atomic_ag": True,
+                    "tp_comm_atomic_rs": True,
+                },
+                "window_size": {"window_attn_skip_freq": 2},
+                "hybrid_context_parallel": {"max_seqlen_per_dp_cp_rank": 64},
+            }.items()
+            for name, value in names.items()
+        ),
+        (
+            {"num_moe_experts": 4, "moe_shared_expert_overlap": True},
+            "moe_shared_expert_overlap=True with moe_shared_expert_intermediate_size=None",
+        ),
+        *(
+            (
+                {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "cp_comm_type": kinds},
+                "hierarchical_context_parallel_sizes=.* does not read them: set cp_comm_type='a2a.p2p', or leave",
+            )
+            for kinds in (None, "p2p", ["p2p", "a2a", "p2p", "a2a"])
+        ),
+        *(
+            ({name: value}, rf"{name}={value} with pipeline_model_parallel_size \(1\), where nothing reads it")
+            for name, value in {
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+                "microbatch_group_size_per_vp_stage": 4,
+            }.items()
+        ),
+        *(
+            (
+                {"pipeline_model_parallel_size": 2, "batch_p2p_comm": False, "overlap_p2p_comm": True, name: True}
+                | more,
+                rf"{name}=True needs virtual_pipeline_model_parallel_size > 1, which is None: .* set {name}=False",
+            )
+            for name, more in (
+                ("overlap_p2p_comm", {}),
+                ("overlap_p2p_comm", {"pipeline_model_parallel_layout": "Ett|ttL"}),
+                ("overlap_p2p_comm_warmup_flush", {"overlap_p2p_comm": False}),
+            )
+        ),
+        ({"use_ring_exchange_p2p": True}, "this torch.distributed has no ring_exchange: set it to False"),
+        *(
+            (
+                fields,
+                rf"{next(iter(fields))}=.* with num_layers \(4\) and pipeline_model_parallel_size \({pp}\): {text}",
+            )
+            for fields, pp, text in (
+                ({"num_layers_in_first_pipeline_stage": 1}, 1, "Mismatch: 3 middle layers .*. Give a first and"),
+                ({"num_layers_in_first_pipeline_stage": 4} | PP2, 2, "Mismatch: 0 middle layers .*alone$"),
+                ({"account_for_embedding_in_pipeline_split": True} | PP2, 2, "number of middle layers: 5 must"),
+                (
+                    {"num_layers_in_first_pipeline_stage": 3, "virtual_pipeline_model_parallel_size": 2} | PP2,
+                    2,
+                    "number of layers at first stage: 3",
+                ),
+            )
+        ),
+        (
+            {"pipeline_model_parallel_layout": "E|tt|tt|L", "virtual_pipeline_model_parallel_size": 4} | PP2,
+            "virtual_pipeline_model_parallel_size=4 with .* conflicts with pipeline_model_parallel_layout",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
+            "mcore has 'gdn_norm_out' with ex",
+        ),
+        *(
             (LOCAL | {"num_moe_experts": 4, "moe_router_fusion": True} | fields, "neither 'quantile_balancing' nor")
             for fields in ({"moe_router_load_balancing_type": "quantile_balancing"}, {"moe_router_dtype": "fp64"})
         ),
@@ -382,6 +511,10 @@ def test_ddp_and_optimizer_configs() -> None:
     assert optimizer_config.min_lr == 0
     with pytest.raises(ValueError, match="lr is not set"):
         minloop.build_optimizer_config(config, ddp_config)
+    with pytest.raises(
+        ValueError, match=r"decoupled_min_lr=0.1 with decoupled_lr=None, without which nothing reads it"
+    ):
+        minloop.build_optimizer_config(config, ddp_config, lr=0.1, decoupled_min_lr=0.1)
     with pytest.raises(ValueError, match="overlap_param_gather=True needs use_distributed_optimizer=True"):
         minloop.build_ddp_config(config, overlap_param_gather=True)
     with pytest.raises(ValueError, match="set one of them to False"):
@@ -407,6 +540,8 @@ def test_ddp_and_optimizer_configs() -> None:
         ("use_custom_fsdp", True),
         ("data_parallel_sharding_strategy", "optim_grads_params"),
         ("outer_dp_sharding_strategy", "optim"),
+        ("fsdp_double_buffer", True),
+        ("megatron_fsdp_enable_fine_grained_param_gather", True),
     ],
 )
 def test_megatron_fsdp_is_refused_by_name(field: str, value: Any) -> None:
@@ -442,7 +577,6 @@ def test_optimizers_that_do_not_suit_the_model(
         check_optimizer_config(optimizer_config, config, ddp_config)
 
 
-PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "num_moe_experts": 4, "add_bias_linear": False}
 
 

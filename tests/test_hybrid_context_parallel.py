@@ -15,6 +15,7 @@ from minloop.hybrid_context_parallel import _AlignedScheduler  # pyright: ignore
 LENGTHS = [16, 32, 64, 64, 16, 16, 48, 16, 128, 16, 32, 80, 16, 16, 16, 64, 112, 16] * 3
 PACKS = 4  # of 128 tokens, in a global batch
 ROPE: dict[str, Any] = {"gpt": {"position_embedding_type": "rope"}}
+LOCAL = {"transformer_impl": "local"}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SHARDED: dict[str, Any] = {"ddp": {"use_distributed_optimizer": True}}
 
@@ -30,7 +31,8 @@ def packs(multiple: int = 16) -> Any:
 
 
 def hybrid(most: int, **fields: Any) -> dict[str, Any]:
-    return ROPE | {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": most} | fields
+    """In fp32, for which Transformer Engine has no such attention, unless the fields say otherwise."""
+    return ROPE | LOCAL | {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": most} | fields
 
 
 def history(directory: str, cases: list[dict[str, Any]], save: bool = False) -> list[list[tuple[float, ...]]]:
@@ -70,7 +72,7 @@ def differences(found: list[tuple[float, ...]], expected: list[tuple[float, ...]
 def test_samples_train_alike_on_as_many_ranks_as_they_want(
     tmp_path: Path, ranks: int, cases: list[dict[str, Any]]
 ) -> None:
-    ((expected,),) = run_ranks(1, history, str(tmp_path), [ROPE], save=True)
+    ((expected,),) = run_ranks(1, history, str(tmp_path), [ROPE | LOCAL], save=True)
     results = run_ranks(ranks, history, str(tmp_path), cases)
     assert results == [results[0]] * ranks
     for found in results[0]:
@@ -80,7 +82,13 @@ def test_samples_train_alike_on_as_many_ranks_as_they_want(
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAVE_TE, reason="needs Transformer Engine")
 def test_samples_train_alike_with_transformer_engine(tmp_path: Path) -> None:
-    sizes = {"bf16": True, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 256}
+    sizes: dict[str, Any] = {
+        "transformer_impl": "transformer_engine",
+        "bf16": True,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 256,
+    }
     ((expected,),) = run_ranks(1, history, str(tmp_path), [ROPE | sizes], save=True)
     cases = [hybrid(64, **sizes), hybrid(64, cp_comm_type="all_gather", **sizes)]
     for found in run_ranks(2, history, str(tmp_path), cases)[0]:
@@ -129,16 +137,22 @@ def test_every_sample_is_on_ranks_that_have_a_group() -> None:
         assert ranks[0] % len(ranks) == 0
 
 
+def hybrid_config(**fields: Any) -> None:
+    options: dict[str, Any] = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 32}
+    small_config(**(options | fields))
+
+
 def refusals() -> None:
-    for fields, match in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"max_seqlen_per_dp_cp_rank": None}, "hybrid_context_parallel=True needs max_seqlen_per_dp_cp_rank"),
         ({"context_parallel_size": 2}, "with context_parallel_size=2: set that to 1"),
         ({"pipeline_model_parallel_size": 2}, "with pipeline_model_parallel_size=2"),
         ({"calculate_per_token_loss": False}, "with calculate_per_token_loss=False"),
         ({"cp_comm_type": "a2a"}, "with cp_comm_type='a2a': set that to None or 'p2p' or 'all_gather'"),
-    ):
+    ]
+    for fields, match in cases:
         with pytest.raises(ValueError, match=match):
-            small_config(**({"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 32} | fields))
+            hybrid_config(**fields)
     state = small_state(**hybrid(32))
     step: Any = {"num_microbatches": 1, "forward_step": minloop.packed_forward_step}
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import signal
 from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +190,31 @@ def test_prefetched_batches_keep_their_place(device: str, monkeypatch: pytest.Mo
     assert samples(once) == list(range(6))
     with pytest.raises(ValueError, match="ids from 0 to 2, but vocab_size is 2"):
         next(prefetch_to_device(build_loader(Numbers(9), groups(), micro_batch_size=3), vocab_size=2))
+
+
+class Dying(Numbers):
+    """What a worker does that finds /dev/shm full in mid-copy."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGBUS)
+        return super().__getitem__(index)
+
+
+def test_a_worker_without_shared_memory_names_the_remedy():
+    with pytest.raises(RuntimeError, match="DataLoader worker") as died:
+        next(build_loader(Dying(4), groups(), micro_batch_size=2, num_workers=1))
+    (note,) = died.value.__notes__
+    assert all(remedy in note for remedy in ("--ipc=host", "--shm-size", "num_workers=0"))
+
+
+def test_another_failure_of_a_worker_says_nothing_of_shared_memory():
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            raise RuntimeError("a sample without tokens")
+
+    with pytest.raises(RuntimeError, match="a sample without tokens") as failed:
+        next(build_loader(Broken(4), groups(), micro_batch_size=2, num_workers=1))
+    assert not hasattr(failed.value, "__notes__")
 
 
 def trained_beside(evaluation: bool, prefetch: bool) -> list[tuple[float, float]]:

@@ -1,5 +1,6 @@
 """Logs: records under Megatron-LM's names, where they go, what a resumed run makes of them, and what is timed."""
 
+import gc
 import json
 import logging
 import math
@@ -214,6 +215,47 @@ def test_time_is_that_of_the_steps_between_laps():
     assert lap["mem-rss-bytes"] > 2**27
     assert torch.cuda.is_available() or "power/gpu" not in lap
     assert " | lm loss: " in minloop.record_line(step | lap, train_iters=9)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_off_inside_alone(enabled: bool):
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with minloop.manual_gc():
+            assert not gc.isenabled()
+            assert gc.get_freeze_count() > 0
+        with pytest.raises(KeyError), minloop.manual_gc():
+            raise KeyError
+        assert gc.isenabled() is enabled
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
+
+
+def what_a_step_does() -> list[list[str]]:
+    """In which order a step updates and empties torch's cache, at each level; 0 is the default."""
+    state = small_state()
+    loader, found = text_loader(state), list[list[str]]()
+    options: list[dict[str, Any]] = [{}, *({"empty_unused_memory_level": level} for level in (0, 1, 2))]
+    step = state.optimizer.step
+    for option in options:
+        done: list[str] = []
+
+        def updating(done: list[str] = done) -> Any:
+            done.append("update")
+            return step()
+
+        empty = mock.patch.object(torch.cuda, "empty_cache", side_effect=lambda done=done: done.append("empty"))
+        with empty, mock.patch.object(state.optimizer, "step", updating):
+            minloop.train_step(state, loader, num_microbatches=4, **option)
+        found.append(done)
+    minloop.shutdown_distributed()
+    return found
+
+
+def test_unused_memory_is_given_back_where_the_level_says():
+    (found,) = run_ranks(1, what_a_step_does)
+    assert found == [["update"], ["update"], ["empty", "update"], ["empty", "update", "empty"]]
 
 
 def test_energy_is_what_nvml_counts():

@@ -172,7 +172,7 @@ def test_adapters_are_merged_after_training(tmp_path: Path, options: dict[str, A
 
 
 def _train_on_the_middle_stage() -> list[tuple[float, float]]:
-    stages = {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "E|tt|L"}
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "E|tt|L"}
     state = _adapted(num_layers=2, **stages)
     adapters = [name for chunk in state.chunks for name, _ in chunk.named_parameters() if "_lora." in name]
     assert bool(adapters) == (state.groups.pp.rank() == 1)

@@ -1,5 +1,6 @@
 """The schedule: its rates are those of Megatron-LM, it resumes, and what contradicts itself is refused."""
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -99,8 +100,12 @@ def test_a_resumed_schedule_goes_on(case: str):
         ({}, "train_iters and train_samples are None"),
         ({"train_iters": 9, "train_samples": 72}, r"train_iters \(9\) and train_samples \(72\)"),
         ({"train_iters": 9, "global_batch_size": None}, r"train_iters \(9\) without global_batch_size"),
-        ({"train_iters": 9, "lr_warmup_iters": 9}, r"warm-up \(72 samples\) must be shorter than the decay \(72"),
+        (
+            {"train_iters": 9, "lr_warmup_iters": 9},
+            r"warm-up \(72 samples, .*shorter than the decay \(72 samples,",
+        ),
         ({"train_iters": 9, "lr_warmup_iters": 1, "lr_warmup_fraction": 0.1}, "give one of them"),
+        ({"train_iters": 9, "lr_warmup_iters": 0, "lr_warmup_fraction": 0.1}, "give one of them"),
         ({"train_iters": 9, "lr_decay_iters": 0}, r"lr_decay_iters \(0\) must be at least 1"),
         ({"train_iters": 9, "lr_decay_style": "WSD", "lr_wsd_decay_samples": -8}, r"samples \(-8\) must be at least 1"),
         ({"train_iters": 9, "lr_decay_style": "square"}, "'square' is none of constant, linear"),
@@ -116,6 +121,26 @@ def test_a_contradiction_is_refused(case: dict[str, Any], message: str):
     defaults: dict[str, Any] = {"global_batch_size": 8}
     with pytest.raises(ValueError, match=message):
         minloop.build_scheduler(optimizer, **defaults | case)
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ({"decoupled_lr": 1e-5}, r"OptimizerConfig.min_lr \(0.0001\) must be between 0 and .*decoupled_lr \(1e-05\)"),
+        (
+            {"decoupled_lr": 1e-3, "decoupled_min_lr": 2e-3},
+            r"decoupled_min_lr \(0.002\) must be .* set a smaller decoupled",
+        ),
+        ({"decoupled_lr": 1e-5, "decoupled_min_lr": 0.0}, None),
+        ({"decoupled_lr": 1e-3}, None),
+    ],
+)
+def test_a_rate_of_their_own_for_embeddings_does_not_rise(rates: dict[str, float], message: str | None) -> None:
+    optimizer, _ = build(ITERATIONS)
+    for name, value in rates.items():
+        setattr(optimizer.config, name, value)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        minloop.build_scheduler(optimizer, train_samples=9)
 
 
 def decayed() -> list[tuple[bool, float]]:

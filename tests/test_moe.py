@@ -152,6 +152,8 @@ ROUTERS: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("router", ROUTERS)
 def test_layouts_train_and_report_the_same(tmp_path: Path, router: str) -> None:
     options, layouts = ROUTERS[router]
+    if any(layout.startswith("CP") for layout in layouts):  # which in fp32 mcore's layers have alone
+        options = options | {"transformer_impl": "local"}
     (reference,) = run_ranks(1, run, str(tmp_path), options)
     assert reference[-1]["lm loss"] < 0.9 * reference[0]["lm loss"]
     for layout in layouts:

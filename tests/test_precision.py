@@ -48,6 +48,8 @@ def fp8_config(**fields: Any) -> Any:
         ),
         ({"fp8_param": True, "bf16": True}, "fp8_param=True .* fp8 is None: set fp8='hybrid'"),
         ({"fp8": "hybrid", "bf16": True, "fp8_recipe": "tensorwize"}, "did you mean 'tensorwise'"),
+        ({"fp4": "e2m1"}, "fp4='e2m1' with bf16=False and fp16=False: FP4 is .* set bf16=True"),
+        ({"fp4_param": True, "bf16": True}, "fp4_param=True .* fp4 is None: set fp4='e2m1'"),
         ({"fp4": "e2m1", "bf16": True, "transformer_impl": "local"}, "fp4='e2m1' with .*Blackwell.*; set fp4=None"),
     ],
 )
@@ -112,6 +114,28 @@ def test_sizes_that_fp8_products_cannot_have_are_refused(fields: dict[str, Any],
         precision_checks.check_fp8_sizes(fp8_config(**({"tensor_model_parallel_size": 2} | fields)))
     for attention in ({}, LATENT):
         precision_checks.check_fp8_sizes(fp8_config(tensor_model_parallel_size=2, **attention))
+
+
+def test_sizes_that_fp4_products_cannot_have_are_refused() -> None:
+    precision_checks.check_precision(fp8_config(fp8=None, fp4="e2m1"))
+    with pytest.raises(
+        ValueError, match=r"fp4_recipe='nvfp4': ffn_hidden_size \(80\) must be .* of 32 .* set fp4=None"
+    ):
+        precision_checks.check_precision(fp8_config(fp8=None, fp4="e2m1", ffn_hidden_size=80))
+    precision_checks.check_precision(fp8_config(ffn_hidden_size=80))
+
+
+def test_weights_in_fp4_are_one_thing_in_both_configs() -> None:
+    config = fp8_config(fp8=None, fp4="e2m1", fp4_param=True)
+    assert minloop.build_ddp_config(config, use_distributed_optimizer=True).fp4_param_gather
+    with pytest.raises(ValueError, match="fp4_param=True with fp4_param_gather=False"):
+        minloop.build_ddp_config(config, use_distributed_optimizer=True, fp4_param_gather=False)
+    with pytest.raises(ValueError, match=r"fp4_param=True with use_distributed_optimizer=False: .* casts .* to FP4"):
+        minloop.build_ddp_config(config)
+    with pytest.raises(ValueError, match="fp4_param=False with fp4_param_gather=True"):
+        minloop.build_ddp_config(small_config(), use_distributed_optimizer=True, fp4_param_gather=True)
+    with pytest.raises(ValueError, match=r"^A weights kept in FP4 \(fp4_param=True\): set fp4_param=False"):
+        precision_checks.refuse_fp8_weights(config, "A")
 
 
 def test_delayed_scaling_looks_back(monkeypatch: pytest.MonkeyPatch) -> None:

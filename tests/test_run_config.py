@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import sys
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +23,7 @@ from small import small_config, small_state, text_loader
 import minloop
 from minloop.checkpoint import content, run_config
 
+README = Path(__file__).parent.parent / "README.md"
 BLOCK = {
     "attention": {"num_query_groups": 2, "no_op": False, "replace_with_linear": False},
     "mlp": {"ffn_hidden_size": 48, "no_op": False, "replace_with_linear": False},
@@ -109,6 +111,49 @@ def test_the_other_configs_are_equal_after_the_round_trip(tmp_path: Path) -> Non
     again = minloop.read_run_config(path, given={"dataset.tokenizer": dataset.tokenizer})
     words = {"run": "7", "tags": [1.0, "x"]}
     assert again == {"ddp": ddp, "optimizer": optimizer, "dataset": dataset, "words": words}
+
+
+def write_as_the_readme_says() -> None:
+    """Its lines after those of the loop, with what those have made; the schedule that comes back is that one."""
+    (lines,) = re.findall(r"```python\n(schedule = .*?)```", README.read_text(), flags=re.DOTALL)
+    state, ddp = small_state(), minloop.build_ddp_config(small_config())
+    made: dict[str, Any] = {"minloop": minloop, "config": small_config(), "ddp_config": ddp}
+    made |= {"optimizer_config": state.optimizer.config, "optimizer": state.optimizer}
+    made["data_config"] = minloop.build_dataset_config(sequence_length=8, vocab_size=99)
+    exec(lines, made)
+    assert {name: made["run"][name] for name in ("ddp", "optimizer", "dataset")} == {
+        "ddp": ddp, "optimizer": state.optimizer.config, "dataset": made["data_config"]
+    }  # fmt: skip
+    assert comparable(made["run"]["model"]) == comparable(made["config"])
+    assert (made["scheduler"].lr_decay_steps, made["scheduler"].lr_warmup_steps) == (160, 32)
+    minloop.shutdown_distributed()
+
+
+def test_a_whole_run_is_recorded_as_the_readme_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_ranks(1, write_as_the_readme_says)
+
+
+FSDP: dict[str, dict[str, Any]] = {
+    "Megatron FSDP": {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"},
+    "HSDP": {
+        "use_megatron_fsdp": True,
+        "num_distributed_optimizer_instances": 2,
+        "outer_dp_sharding_strategy": "optim",
+    },
+    "torch FSDP2": {"reshard_after_forward": False},
+}
+
+
+@pytest.mark.parametrize("kind", FSDP)
+def test_configs_of_fully_sharded_models_are_equal_after_the_round_trip(tmp_path: Path, kind: str) -> None:
+    config = small_config(bf16=True, gradient_accumulation_fusion=False)
+    ddp = minloop.build_ddp_config(config, **FSDP[kind])
+    minloop.write_run_config(tmp_path / "configs.yaml", model=config, ddp=ddp)
+    again = minloop.read_run_config(tmp_path / "configs.yaml")
+    assert type(again["ddp"]) is type(ddp)
+    assert again["ddp"] == ddp
+    assert comparable(again["model"]) == comparable(config)
 
 
 def test_a_lambda_is_refused_by_the_name_of_its_field(tmp_path: Path) -> None:

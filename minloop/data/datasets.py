@@ -20,6 +20,7 @@ from torch.utils.data import Subset
 
 from minloop.data.indexed import bytes_before, check_indexed
 from minloop.data.loader import Loader, build_loader
+from minloop.data.object_storage import check_object_storage
 from minloop.data.tokenizers import Tokenizer, build_null_tokenizer
 from minloop.messages import without_log_lines
 
@@ -153,7 +154,8 @@ def build_gpt_datasets(
         cache_per_node: `path_to_cache` is a disk of each node's own: the first rank of every node writes it.
     Raises:
         ValueError: no `blend` in the config, files that are missing or damaged (see `check_indexed`), a split without
-            documents, weights that are not positive or without a size, or `vocab_size` smaller than the tokenizer's.
+            documents, weights that are not positive or without a size, `vocab_size` smaller than the tokenizer's, or
+            object storage (s3://, msc://, whose files are not checked) without directories to cache in.
         RuntimeError: mcore's compiled helper is missing.
     """
     if dataset_config.mock:
@@ -212,6 +214,7 @@ def _check_blends(config: GPTDatasetConfig, num_samples: Sequence[int | None]) -
                 )
         for prefix in prefixes:
             if is_object_storage_path(prefix):
+                check_object_storage(config, prefix)
                 continue
             header = check_indexed(prefix)
             first, last = (round(bound * header.sequences) for bound in bounds or (0.0, 0.0))

@@ -21,6 +21,11 @@ from minloop.data.batch import Batch
 from minloop.data.transport import collate_to_send, received
 from minloop.signals import pass_over_stop_signals
 
+SMALL_SHARED_MEMORY = (
+    "Workers hand on batches of more than 1 MiB through /dev/shm, which is full or too small (df -h /dev/shm; 64 MB in "
+    "a container unless told otherwise): start it with --ipc=host or --shm-size=16g, or give build_loader num_workers=0"
+)
+
 
 @dataclass(frozen=True)
 class SampleOrder:
@@ -101,7 +106,12 @@ class Loader:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._start()
-        batch = received(next(self._batches))
+        try:
+            batch = received(next(self._batches))
+        except RuntimeError as error:  # torch's names neither the place nor an option; a worker's death is its cause
+            if "shared memory" in f"{error} {error.__cause__}":
+                error.add_note(SMALL_SHARED_MEMORY)
+            raise
         self._consumed_samples += self._order.chunk_size
         return batch
 

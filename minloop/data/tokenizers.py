@@ -42,6 +42,8 @@ def build_tokenizer(source: str | Path, *, library: str | None = None, **options
     if not path.exists():
         raise ValueError(f"{path} does not exist: a tokenizer is a directory or a file on this machine")
     library = library or _library_of(path)
+    if library == "huggingface":
+        _check_gpt2(path)
     if library == "tiktoken" and "vocab_size" not in options:
         special = options.setdefault("num_special_tokens", TIKTOKEN_SPECIAL_TOKENS)
         options["vocab_size"] = special + len(json.loads(path.read_text()))
@@ -53,6 +55,16 @@ def build_tokenizer(source: str | Path, *, library: str | None = None, **options
         raise RuntimeError(f"a {library} tokenizer needs a package that is missing ({error})") from error
     except (AssertionError, OSError, TypeError) as error:
         raise ValueError(f"{source} does not load as a {library} tokenizer: {error!r}") from error
+
+
+def _check_gpt2(path: Path) -> None:
+    """Refuse GPT-2's two files where transformers is not told whose they are."""
+    names = ("tokenizer.json", "tokenizer_config.json", "config.json")
+    if (path / "merges.txt").exists() and not any((path / name).exists() for name in names):
+        raise ValueError(
+            f"{path} has merges.txt but none of {', '.join(names)}, by which transformers tells the kind: for GPT-2's "
+            'vocab.json and merges.txt write {"tokenizer_class": "GPT2Tokenizer"} to tokenizer_config.json there'
+        )
 
 
 def _library_of(path: Path) -> str:

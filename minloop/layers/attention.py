@@ -149,7 +149,7 @@ class TorchDotProductAttention(MegatronModule):
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL_TYPES
         if packed_seq_params is not None and packed_seq_params.qkv_format == "sbhd":  # one sample, on ranks of its own
-            group = packed_seq_params.cp_group
+            group: Any = packed_seq_params.cp_group
             parallel = None if group is None else ContextParallel(group, ring=None if self.gathers else group)
             return self._attend(query, key, value, causal, parallel=parallel).flatten(2)
         if packed_seq_params is not None:

@@ -91,7 +91,7 @@ def let_samples_choose_ranks(chunk: Module, config: TransformerConfig) -> None:
             kinds = config.cp_comm_type
             kind = kinds[attention.layer_number - 1] if isinstance(kinds, list) else kinds
             attention.cp_comm_type = kind or "p2p"
-            if TEDotProductAttention.cp_stream is None:
+            if getattr(TEDotProductAttention, "cp_stream", None) is None:
                 TEDotProductAttention.cp_stream = torch.cuda.Stream()
 
 
