@@ -131,10 +131,15 @@ def _switch_on() -> None:
         # All that this logger says is that the CPU's generator moved while CUDA's was in use; they are one here.
         undo.callback(_set(logging.getLogger("megatron.core.tensor_parallel.random"), "disabled", True))
         warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")  # advice for a GPU
-        undo.callback((filters := cast("Any", warnings.filters)).remove, filters[0])
+        undo.callback(_forget_filter, warnings.filters[0])
         if "torch._dynamo" in sys.modules:  # otherwise nothing can have been compiled
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         _undo.push(undo.pop_all())
+
+
+def _forget_filter(own: Any) -> None:
+    with contextlib.suppress(ValueError):  # the host has removed it
+        cast("Any", warnings.filters).remove(own)
 
 
 class CPUBackend(contextlib.AbstractContextManager["CPUBackend"]):

@@ -173,6 +173,7 @@ def _check_held_groups(sizes: dict[str, Any], mcore_options: dict[str, Any]) -> 
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
     differing = [f"{name}: {size} there, {sizes[name]} here" for name, size in held.items() if size != sizes[name]]
     if differing:

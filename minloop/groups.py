@@ -101,6 +101,7 @@ def check_groups(config: TransformerConfig, groups: ProcessGroupCollection) -> N
         "pipeline_model_parallel_size": groups.pp,
         "context_parallel_size": groups.cp,
         "expert_model_parallel_size": groups.ep,
+        "expert_tensor_parallel_size": groups.expt_tp,
     }
     for name, group in sizes.items():
         if group.size() != getattr(config, name):

@@ -29,9 +29,9 @@ class Run:
     """What one layout did; tensors are on the first rank only.
 
     Attributes:
-        losses, grad_norms: of 20 Adam steps.
+        losses, grad_norms: of all Adam steps.
         record: outputs and gradients of the first step.
-        weights: full weights after 20 steps, by optimizer: "adam", "sgd" and, on one rank and with ZeRO-1, "linear".
+        weights: full weights after all steps, by optimizer: "adam", "sgd" and, on one rank and with ZeRO-1, "linear".
     """
 
     losses: list[float]
@@ -45,9 +45,9 @@ class Cell:
     """How far a layout is from one rank, each the worst relative difference; or why that cannot be said.
 
     Attributes:
-        loss, grad_norm: over 20 Adam steps.
+        loss, grad_norm: over all Adam steps.
         first_gradient: of any element, over its tensor's largest, before the first step.
-        sgd_weights, adam_weights: likewise, of the weights after 20 steps. Adam makes full steps of rounding noise in
+        sgd_weights, adam_weights: likewise, of the weights after all steps. Adam makes full steps of rounding noise in
             gradients near zero, so that its weights are told, not judged.
         first_difference: the first thing in the order of computation that differs by more than 1e-5.
         refused: the error with which minloop or mcore refuses the combination.
@@ -68,7 +68,7 @@ class Cell:
         return max(self.loss, self.grad_norm)
 
 
-def run(directory: str, options: Options, *, sgd: bool, first: bool = False) -> Run:
+def run(directory: str, options: Options, *, sgd: bool, steps: int, first: bool = False) -> Run:
     """Train from the weights in `directory`, which the first run, on one rank, writes; with `sgd` also by SGD."""
     sharded = options.get("ddp", {}).get("use_distributed_optimizer", False)
     record = minloop.LayoutRecord()
@@ -82,24 +82,24 @@ def run(directory: str, options: Options, *, sgd: bool, first: bool = False) -> 
             count = minloop.num_microbatches(GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, state.groups)
             record = minloop.record_layout(state, text_loader(state), num_microbatches=count)
         loader = text_loader(state)
-        steps = train(state, loader, 3)
+        trained = train(state, loader, 3)
         minloop.check_replicas(state)
-        steps += train(state, loader, STEPS - 3)
-        history = history or steps
+        trained += train(state, loader, steps - 3)
+        history = history or trained
         weights[name] = minloop.full_weights(state)
         minloop.shutdown_distributed()
     return Run([loss for loss, _ in history], [norm for _, norm in history], record, weights)
 
 
-def run_reference(directory: str, architecture: Options, sgd: bool) -> None:
+def run_reference(directory: str, architecture: Options, sgd: bool, steps: int) -> None:
     """Write initial weights and what one rank makes of them into `directory`."""
-    torch.save(run(directory, architecture, sgd=sgd, first=True), f"{directory}/reference.pt")
+    torch.save(run(directory, architecture, sgd=sgd, steps=steps, first=True), f"{directory}/reference.pt")
 
 
-def compare(directory: str, options: Options, sgd: bool) -> Cell:
+def compare(directory: str, options: Options, sgd: bool, steps: int) -> Cell:
     """Run a layout and compare it with the reference; on ranks other than the first, a cell of zeros."""
     try:
-        result = run(directory, options, sgd=sgd)
+        result = run(directory, options, sgd=sgd, steps=steps)
     except (ValueError, RuntimeError, AssertionError, NotImplementedError, TypeError, AttributeError) as error:
         minloop.shutdown_distributed()
         if isinstance(error, ValueError):
@@ -111,8 +111,8 @@ def compare(directory: str, options: Options, sgd: bool) -> Cell:
     return compare_runs(torch.load(f"{directory}/reference.pt", weights_only=False), result)
 
 
-def compare_row(cases: Sequence[tuple[str, Options]], sgd: bool) -> list[Cell]:
-    return [compare(directory, options, sgd) for directory, options in cases]
+def compare_row(cases: Sequence[tuple[str, Options]], sgd: bool, steps: int) -> list[Cell]:
+    return [compare(directory, options, sgd, steps) for directory, options in cases]
 
 
 def compare_runs(reference: Run, result: Run) -> Cell:
@@ -147,6 +147,7 @@ class Matrix:
     Args:
         common: options of every cell, below those of architecture and layout.
         sgd: whether to train by SGD too.
+        steps: by each optimizer.
     """
 
     def __init__(
@@ -157,16 +158,17 @@ class Matrix:
         common: Options,
         *,
         sgd: bool,
+        steps: int = STEPS,
     ) -> None:
         self._directory, self._layouts, self._architectures = Path(directory), layouts, architectures
-        self._common, self._sgd = common, sgd
+        self._common, self._how = common, (sgd, steps)
 
     def row(self, layout: str, architectures: Sequence[str]) -> dict[str, Cell]:
         """The cells of one layout, measured in the same processes; on their own if that fails."""
         ranks, options = self._layouts[layout]
         cases = [(self._reference(name), self._options(name) | options) for name in architectures]
         try:
-            results = run_ranks(ranks, compare_row, cases, self._sgd, timeout=60 + 60 * len(cases))
+            results = run_ranks(ranks, compare_row, cases, *self._how, timeout=60 + 60 * len(cases))
         except RankError as error:
             if len(architectures) == 1:
                 return {architectures[0]: Cell(failed=str(error).splitlines()[0])}
@@ -180,7 +182,7 @@ class Matrix:
         directory = self._directory / str(list(self._architectures).index(architecture))
         if not (directory / "reference.pt").exists():
             directory.mkdir(exist_ok=True)
-            run_ranks(1, run_reference, str(directory), self._options(architecture), self._sgd, timeout=300)
+            run_ranks(1, run_reference, str(directory), self._options(architecture), *self._how, timeout=300)
         return str(directory)
 
 

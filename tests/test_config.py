@@ -392,7 +392,8 @@ def test_replace_layout_keeps_the_model_and_the_rest_of_the_layout() -> None:
         ),
         *(
             (
-                {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "cp_comm_type": kinds},
+                {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "cp_comm_type": kinds}
+                | {"transformer_impl": "local"},
                 "hierarchical_context_parallel_sizes=.* does not read them: set cp_comm_type='a2a.p2p', or leave",
             )
             for kinds in (None, "p2p", ["p2p", "a2a", "p2p", "a2a"])

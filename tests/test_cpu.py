@@ -292,3 +292,10 @@ def check_handle(work: Any, async_op: bool) -> None:
 @pytest.mark.parametrize("ranks", [[0, 1], [1, 2]])
 def test_uneven_collectives(ranks: list[int], async_op: bool) -> None:
     run_ranks(max(ranks) + 1, uneven, ranks, async_op, init="gloo")
+
+
+def test_a_host_may_have_reset_its_warnings() -> None:
+    with warnings.catch_warnings():
+        backend = cpu_backend()
+        warnings.resetwarnings()
+        backend.undo()

@@ -27,6 +27,7 @@ TORCH: dict[str, Any] = {"reshard_after_forward": True}
 REPLICAS: dict[str, Any] = {"num_distributed_optimizer_instances": 2}
 EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "expert_model_parallel_size": 2}
 EP2: dict[str, Any] = MOE | {"expert_model_parallel_size": 2}
+HYBRID: dict[str, Any] = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 32, "transformer_impl": "local"}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, **SP}
 
 ON_TWO: dict[str, tuple[dict[str, Any], int]] = {
@@ -283,7 +284,7 @@ def test_what_a_state_cannot_do_is_refused() -> None:
 @pytest.mark.parametrize(
     ("model", "ddp", "message"),
     [
-        ({"hybrid_context_parallel": True}, megatron(), "Megatron FSDP with hybrid_context_parallel=True"),
+        (HYBRID, megatron(), "Megatron FSDP with hybrid_context_parallel=True"),
         ({"pipeline_model_parallel_size": 2}, megatron(), r"Megatron FSDP with pipeline_model_parallel_size \(2\)"),
         ({}, megatron(use_distributed_optimizer=False), "trains nothing, in silence"),
         ({}, megatron("zero3"), "'zero3' is none of no_shard, optim"),

@@ -155,6 +155,11 @@ def _refusals() -> None:
         minloop.build_groups(minloop.replace_layout(config, tensor_model_parallel_size=4))
     with pytest.raises(ValueError, match="mtp_num_layers=1"):
         minloop.build_groups(small_config(mtp_num_layers=1))
+    experts: dict[str, Any] = EXPERTS | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    experts |= {"add_bias_linear": False}
+    made = minloop.build_groups(small_config(**experts, expert_tensor_parallel_size=1))
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size is 2 in the config, but the groups were made"):
+        minloop.build_gpt_model(small_config(**experts), made, vocab_size=256, max_sequence_length=32)
     whole: Any = torch.distributed.group.WORLD
     whole.bound_device_id = torch.device("cuda", 0)
     with pytest.raises(ValueError, match="the default group was made with device_id"):

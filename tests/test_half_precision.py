@@ -23,7 +23,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp16": {"fp16": True, "optimizer": RECIPE["optimizer"] | {"loss_scale": 16.0}},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor_model_parallel_size": 2},
     "TP2+SP": {"tensor_model_parallel_size": 2, **SP},
     "PP2 ZeRO-1": {"pipeline_model_parallel_size": 2, "ddp": ZERO1},
     "CP2": {"context_parallel_size": 2},

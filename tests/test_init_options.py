@@ -185,7 +185,6 @@ except ValueError as error:
 """
 BROKEN = {
     "an empty folder": (None, "ModuleNotFoundError: No module named 'transformer_engine.pytorch'"),
-    "no version": ({"__init__": "", "pytorch": ""}, "it has no __version__"),
     "a meta package": (
         {"__init__": "raise RuntimeError('Found empty meta package\\nSee')"},
         "Found empty meta package",

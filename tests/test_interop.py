@@ -31,6 +31,7 @@ from torch.utils.data import default_collate
 import minloop
 from minloop.checkpoint import content
 from minloop.checkpoint import megatron_lm as megatron_lm_side
+from minloop.checkpoint.megatron_bridge import arguments
 
 DROP = 0.0 if DEVICE == "cuda" else 0.1  # on GPUs the two attend, and drop, by kernels of their own
 MODEL = f"""--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
@@ -199,6 +200,14 @@ def as_megatron_bridge_saves(directory: str) -> list[tuple[float, float]]:
     arguments = mock.patch.object(megatron_lm_side, "arguments", return_value=None)
     with arguments, mock.patch.object(content, "record", return_value={}):
         return ours("", 3, save=directory, steps_after=2)
+
+
+@pytest.mark.parametrize("content", [{"step": 3}, [1]], ids=["no samples", "a list"])
+def test_a_damaged_train_state_of_megatron_bridge_is_named(tmp_path: Path, content: Any) -> None:
+    (tmp_path / "run_config.yaml").write_text("model: {num_layers: 2}\n")
+    torch.save(content, tmp_path / "train_state.pt")
+    with pytest.raises(minloop.CheckpointError, match=r"train_state\.pt is damaged"):
+        arguments(tmp_path)
 
 
 def test_ours_goes_on_from_a_tree_of_megatron_bridge(tmp_path: Path) -> None:

@@ -7,11 +7,10 @@ latest_train_state.pt, beside the checkpoints, to the tracker that Megatron-LM r
 import io
 from argparse import Namespace  # Megatron-LM stores its settings as one; nothing is parsed here
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from minloop.checkpoint.reading import load_plain
+from minloop.checkpoint.reading import load_plain, named_errors
 from minloop.checkpoint.run_config import RUN_CONFIG, configs_of, read_nodes
 from minloop.state import TrainState
 
@@ -46,14 +45,14 @@ def arguments(checkpoint: Path) -> Namespace | None:
     file = checkpoint / TRAIN_STATE
     if not file.is_file() or not (checkpoint / RUN_CONFIG).is_file():
         return None
-    with file.open("rb") as stream:
-        counters: dict[str, Any] = load_plain(stream, file)
+    with named_errors(file), file.open("rb") as stream:
+        consumed = int(load_plain(stream, file)["consumed_train_samples"])
     sections = {name: node for name, node in read_nodes(checkpoint / RUN_CONFIG).items() if isinstance(node, dict)}
     model, saving = sections.get("model", {}), sections.get("checkpoint", {})
     renamed = {
         "num_experts": model.get("num_moe_experts"),
         "padded_vocab_size": None,  # of its vocab_size, padding may or may not be a part
-        "consumed_train_samples": int(counters["consumed_train_samples"]),
+        "consumed_train_samples": consumed,
         "use_distributed_optimizer": sections.get("ddp", {}).get("use_distributed_optimizer", False),
         "no_save_rng": not saving.get("save_rng", True),
     }

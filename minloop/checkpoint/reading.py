@@ -1,8 +1,9 @@
 """Reading a checkpoint's files without running anything that they hold, in one process, with or without a group.
 
-Three kinds of file hold pickles: `.metadata` (one), the .distcp files (one in every object and tensor), and common.pt
-of older mcore. PyTorch unpickles the first and mcore the objects without restriction, so that whoever wrote the folder
-could run code here. Below, only plain data and the classes that a checkpoint needs are built.
+Four kinds of file hold pickles: `.metadata` (one), the .distcp files (one in every object and tensor), common.pt of
+older mcore, and train_state.pt of Megatron-Bridge. PyTorch unpickles the first and mcore the objects without
+restriction, so that whoever wrote the folder could run code here. Below, only plain data and the classes that a
+checkpoint needs are built.
 """
 
 import io

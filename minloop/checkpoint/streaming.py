@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from minloop.checkpoint.parts import Part
+from minloop.everyone import from_all_ranks
 
 Place = tuple[slice, ...]
 
@@ -53,7 +54,7 @@ class Stream:
                 entry = mine.setdefault(name, FullTensor(part.shape, part.tensor.dtype, []))
                 entry.blocks.append(Block(dist.get_rank(), groups.pp.rank(), part.place))
         self.known: dict[str, FullTensor] = {}
-        everyones = gather_to_all((dist.get_rank(), mine), groups)
+        everyones = from_all_ranks((dist.get_rank(), mine), groups)
         self.ranks = sorted(rank for rank, _ in everyones)
         for _, theirs in everyones:
             for name, entry in theirs.items():
@@ -111,16 +112,6 @@ class Stream:
         else:
             for other in sorted(set(ranks) - {block.rank}):
                 dist.send(value, dst=other)
-
-
-def gather_to_all[T](value: T, groups: ProcessGroupCollection) -> list[T]:
-    """Every rank's value on all ranks of the model, in one order."""
-    values = [value]
-    for group in (groups.tp_dp_cp, groups.pp):
-        received: list[Any] = [None] * group.size()
-        dist.all_gather_object(received, values, group=group)
-        values = [value for part in received for value in part]
-    return values
 
 
 def _size(place: Place) -> torch.Size:
