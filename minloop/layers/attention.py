@@ -148,9 +148,9 @@ class TorchDotProductAttention(MegatronModule):
                 "attention_bias is not supported: use attention_mask or transformer_impl='transformer_engine'"
             )
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL_TYPES
-        shared = packed_seq_params is not None and packed_seq_params.local_cp_size is not None
-        if packed_seq_params is not None and shared and packed_seq_params.qkv_format == "sbhd":
-            group: Any = packed_seq_params.cp_group
+        packed: Any = packed_seq_params
+        if packed is not None and packed.qkv_format == "sbhd" and packed.local_cp_size is not None:
+            group = packed.cp_group
             parallel = None if group is None else ContextParallel(group, ring=None if self.gathers else group)
             return self._attend(query, key, value, causal, parallel=parallel).flatten(2)
         if packed_seq_params is not None:
