@@ -368,3 +368,19 @@ def test_layers_built_in_parts_on_gpus(ddp: dict[str, Any]) -> None:
     thin, whole = run_ranks(2, thin_and_whole, ddp=ddp, **model)[0]
     assert [loss for loss, _ in thin] == pytest.approx([loss for loss, _ in whole], rel=1e-4)
     assert thin[-1] != thin[0]
+
+
+def norms_without_clipping() -> list[float | None]:
+    norms: list[float | None] = []
+    for ddp in ({}, megatron()):
+        state = small_state(ddp=ddp, optimizer={"clip_grad": 0.0})
+        norm = minloop.train_step(state, text_loader(state), num_microbatches=1).grad_norm
+        norms.append(None if norm is None else norm.item())
+        minloop.shutdown_distributed()
+    return norms
+
+
+def test_a_norm_that_nobody_computed_is_none() -> None:
+    ((known, unknown),) = run_ranks(1, norms_without_clipping)
+    assert known
+    assert unknown is None
