@@ -52,6 +52,12 @@ def check_world_size(config: TransformerConfig, world_size: int, order: str = DE
             f"pipeline_model_parallel_size ({pp}) × context_parallel_size ({cp}) = {tp * pp * cp}: change the number "
             "of ranks or a size; what remains is data parallel"
         )
+    size = world_size // (tp * pp)
+    if config.hybrid_context_parallel and (size < 2 or size & (size - 1)):
+        raise ValueError(
+            f"hybrid_context_parallel=True with {size} data parallel ranks: it divides samples over 2, 4, 8 and so on; "
+            "change the number of ranks or tensor_model_parallel_size, or set hybrid_context_parallel=False"
+        )
     etp, ep = config.expert_tensor_parallel_size or tp, config.expert_model_parallel_size
     if world_size % (etp * ep * pp):
         raise ValueError(

@@ -11,6 +11,7 @@ from small import shared_state, small_config, small_state
 
 import minloop
 from minloop.hybrid_context_parallel import _AlignedScheduler  # pyright: ignore[reportPrivateUsage]
+from minloop.init_checks import check_world_size
 
 LENGTHS = [16, 32, 64, 64, 16, 16, 48, 16, 128, 16, 32, 80, 16, 16, 16, 64, 112, 16] * 3
 PACKS = 4  # of 128 tokens, in a global batch
@@ -137,9 +138,16 @@ def test_every_sample_is_on_ranks_that_have_a_group() -> None:
         assert ranks[0] % len(ranks) == 0
 
 
-def hybrid_config(**fields: Any) -> None:
+def hybrid_config(**fields: Any) -> minloop.TransformerConfig:
     options: dict[str, Any] = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 32}
-    small_config(**(options | fields))
+    return small_config(**(options | fields))
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6])
+def test_other_numbers_of_ranks_than_powers_of_two_are_refused(ranks: int) -> None:
+    config = hybrid_config(**LOCAL)
+    with pytest.raises(ValueError, match=f"hybrid_context_parallel=True with {ranks} data parallel ranks"):
+        check_world_size(config, ranks)
 
 
 def refusals() -> None:
