@@ -12,7 +12,7 @@ import torch
 import transformers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from small import rounding, small_state, text_loader, train
+from small import failure_of, rounding, small_state, text_loader, train
 
 import minloop
 
@@ -227,26 +227,18 @@ def reconfigure(directory: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
-def message(action: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        action(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
 def refusals(source: Path, damaged: Path, target: Path) -> dict[str, str]:
     """What is said to each damaged directory, and to saves that cannot be; the weights stay as they are."""
     state = state_here(source, tensor_model_parallel_size=2)
     before = minloop.forward_logits(state, TOKENS)
-    said = {name: message(minloop.load_hf_weights, state, damaged / name) for name in DAMAGED}
+    said = {name: failure_of(minloop.load_hf_weights, state, damaged / name) for name in DAMAGED}
     assert torch.equal(before, minloop.forward_logits(state, TOKENS))
-    said["not empty"] = message(minloop.save_hf_weights, source, state, source)
-    said["under a file"] = message(minloop.save_hf_weights, source / "config.json" / "new", state, source)
-    said["float64"] = message(minloop.save_hf_weights, target, state, source, dtype=torch.float64)
-    said["saved as another"] = message(minloop.save_hf_weights, target, state, damaged / "another")
+    said["not empty"] = failure_of(minloop.save_hf_weights, source, state, source)
+    said["under a file"] = failure_of(minloop.save_hf_weights, source / "config.json" / "new", state, source)
+    said["float64"] = failure_of(minloop.save_hf_weights, target, state, source, dtype=torch.float64)
+    said["saved as another"] = failure_of(minloop.save_hf_weights, target, state, damaged / "another")
     minloop.shutdown_distributed()
-    said["more parameters"] = message(state_here, source, mtp_num_layers=1)
+    said["more parameters"] = failure_of(state_here, source, mtp_num_layers=1)
     minloop.shutdown_distributed()
     return said
 
