@@ -25,6 +25,7 @@ from minloop.groups import as_the_world
 from minloop.messages import without_warnings
 from minloop.optimizer_config_checks import check_precision_aware
 from minloop.precision_checks import check_optimizer_precision
+from minloop.weight_writes import fuse_weight_writes
 
 OPTIMIZERS = ("adam", "sgd", "lion", "muon")
 NOT_TRAINABLE = {
@@ -76,6 +77,8 @@ def build_optimizer(
             **mcore_options,
         )
     await_gradients(optimizer)
+    for inner in inner_optimizers(optimizer):
+        fuse_weight_writes(inner)
     prepare_optimizer_state(optimizer)
     return optimizer
 

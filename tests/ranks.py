@@ -46,6 +46,7 @@ PRELOAD = [
     *("pytest", "minloop", "megatron.core.distributed", "megatron.core.models.gpt", "megatron.core.optimizer"),
     # torch and mcore import these only when they build an optimizer or save: 0.4 s for every rank
     *("torch._dynamo", "megatron.core.models.mimo", "megatron.core.dist_checkpointing.strategies.state_dict_saver"),
+    *("transformers.models.llama.modeling_llama", "megatron.core.tokenizers.text"),  # 5 s, for ranks of some tests
 ]
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 """Of the libraries on GPUs. Without it one run in several dozen differed from another in the last bits of a loss."""

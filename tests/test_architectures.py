@@ -17,7 +17,7 @@ import minloop
 from minloop.architecture import YARN_DEFAULTS, check_gpt_options, take_yarn_options
 from minloop.layers.installed import fuse_rope_where_it_fits
 
-STEPS, TOLERANCE = 8, rounding(2e-6)
+STEPS, TOLERANCE = 5, rounding(2e-6)
 # Weights large enough for attention to matter, and an epsilon above rounding noise in gradients that are almost zero:
 # else Adam makes that noise into full steps, and one rank with another micro batch size parts from itself by 1e-2.
 CONDITIONED: dict[str, Any] = {"init_method_std": 0.1, "lr": 2e-3, "optimizer": {"adam_eps": 1e-5}}

@@ -279,7 +279,7 @@ Train = Callable[[minloop.TrainState], list[minloop.StepMetrics]]
 
 def train_plain(state: minloop.TrainState) -> list[minloop.StepMetrics]:
     loader = text_loader(state)
-    return [minloop.train_step(state, loader, num_microbatches=4) for _ in range(20)]
+    return [minloop.train_step(state, loader, num_microbatches=4) for _ in range(8)]
 
 
 def histories(directory: str, fields: dict[str, Any], layouts: dict[str, Any], run: Train, save: bool) -> Any:
@@ -338,7 +338,7 @@ def packed_step(data: Any, model: torch.nn.Module) -> Any:
 
 def train_packed(state: minloop.TrainState) -> list[minloop.StepMetrics]:
     loader = text_loader(state, 1)
-    return [minloop.train_step(state, loader, num_microbatches=4, forward_step=packed_step) for _ in range(20)]
+    return [minloop.train_step(state, loader, num_microbatches=4, forward_step=packed_step) for _ in range(8)]
 
 
 def test_packed_sequences_train_the_same_model(tmp_path: Path) -> None:

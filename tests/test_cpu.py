@@ -252,8 +252,12 @@ def compiler_works_after_training() -> None:
     assert function(torch.zeros(1)) == module(torch.zeros(1)) == 1
 
 
-@pytest.mark.parametrize("case", [compiles_late, compiled_before_or_meanwhile_is_eager, compiler_works_after_training])
-def test_compiled_functions(case: Any) -> None:
+def test_functions_compiled_before_or_meanwhile_are_eager() -> None:
+    run_ranks(1, compiled_before_or_meanwhile_is_eager)
+
+
+@pytest.mark.parametrize("case", [compiles_late, compiler_works_after_training])
+def test_the_compiler_is_imported_late(case: Any) -> None:
     """In a process of its own: ranks are forked from one that has imported the compiler."""
     command = [sys.executable, "-c", f"import test_cpu; test_cpu.{case.__name__}()"]
     run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)

@@ -16,7 +16,7 @@ from small import MICRO_BATCH_SIZE, shared_state, text_loader, train
 
 import minloop
 
-STEPS, MARGIN = 20, 2.0
+STEPS, MARGIN = 10, 2.0
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     # A small and constant scale: a dynamic one skips steps, and which ones is itself a matter of rounding.

@@ -18,7 +18,7 @@ from minloop import hybrid_pattern
 from minloop.hybrid_pattern import check_pattern, divide_pattern
 from minloop.layers.mamba import scan
 
-STEPS = 20
+STEPS = 8
 # worst relative difference of losses and gradient norms, without and with experts
 DENSE, ROUTED = rounding(2e-6), rounding(1e-5)
 

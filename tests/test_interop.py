@@ -4,6 +4,7 @@ Megatron-LM is `megatron.training` of megatron-core's wheel, in a process of its
 and functions. Of its script pretrain_gpt.py, which no wheel has, the model and the loss are spelled out below.
 """
 
+import multiprocessing
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def megatron_lm(words: str, steps: int, save: str = "", steps_after: int = 0) ->
     """Train with Megatron-LM from what ``--load`` names, save after `steps`; returns (loss, gradient norm) of each."""
     minloop.cpu_backend()
     from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -57,6 +59,8 @@ def megatron_lm(words: str, steps: int, save: str = "", steps_after: int = 0) ->
     from megatron.training import arguments, checkpointing, get_args, initialize, training
 
     mock.patch.object(dataset_utils, "compile_helpers").start()  # runs make, which a wheel has no Makefile for
+    queue = multiprocessing.get_context("fork").Manager().Queue()  # that of a process which imports nothing anew
+    mock.patch.object(filesystem_async, "get_write_results_queue", return_value=queue).start()
     sys.argv = ["pretrain_gpt.py", *RUN.split(), *words.split()]
     arguments.parse_and_validate_args()
     initialize.initialize_megatron(allow_no_cuda=True)

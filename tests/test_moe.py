@@ -56,7 +56,7 @@ class Weighted(Text):
 
 
 def run(
-    directory: str, options: dict[str, Any], steps: int = 8, micro_batch_size: int = 2, weighted: bool = False
+    directory: str, options: dict[str, Any], steps: int = 5, micro_batch_size: int = 2, weighted: bool = False
 ) -> list[dict[str, Any]]:
     """Train from the weights in `directory`, which are saved first if there are none; return what steps report."""
     state = small_state(seed=1, **(EXPERTS | options))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import minloop
 
-STEPS = 20
+STEPS = 8
 TOLERANCE = rounding(2e-6)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {},

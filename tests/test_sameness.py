@@ -32,7 +32,7 @@ DENSE, ROUTED, FIRST_GRADIENT, WEIGHTS = 2e-6, 1e-5, 5e-5, 2e-5
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(str(tmp_path_factory.mktemp("references")), LAYOUTS, ARCHITECTURES, RECIPE, sgd=False, steps=10)
+    return Matrix(str(tmp_path_factory.mktemp("references")), LAYOUTS, ARCHITECTURES, RECIPE, sgd=False, steps=5)
 
 
 def architectures_for(layout: str) -> list[str]:
