@@ -10,8 +10,8 @@ Words `name=value` are counts and fields of the shape (see shapes.read_run); `wa
 `profile=FILE`, where kernels, launches and waits of one more step are listed; `host_profile=FILE`, for which the Python
 stacks of one more step are looked at every millisecond; and fields of mcore's TransformerConfig,
 DistributedDataParallelConfig and OptimizerConfig, by their names, in the place of those that minloop chooses;
-`reshard_after_forward=True` asks for torch FSDP2. What is set here by hand is in SETTINGS; the rest is what minloop's
-build functions choose.
+`reshard_after_forward=True` asks for torch FSDP2, `copied_weights=True` for mcore's copy of master weights. What is set
+here by hand is in SETTINGS; the rest is what minloop's build functions choose.
 
 Prints the rate, then a line of JSON with the time of each window and its loss, which compare_peers.py reads.
 """
@@ -27,8 +27,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
@@ -47,7 +49,7 @@ SETTINGS: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "check_for_nan_in_grad": False,
 }
-NO_FIELDS = ("warmup", "profile", "host_profile")
+NO_FIELDS = ("warmup", "profile", "host_profile", "copied_weights")
 RESULT = '{"step_ms": '  # how the last line begins
 OF_SHAPE: dict[str, dict[str, Any]] = {"A": {"cuda_graph_impl": "full_iteration"}}  # bound by launches
 
@@ -224,7 +226,8 @@ def main(words: list[str]) -> None:
     run = read_run(words)
     warmup = int(run.options.get("warmup", 5))
     before = product_rate()
-    state = build(run)
+    with mock.patch("minloop.optimizer.fuse_weight_writes") if "copied_weights" in run.options else nullcontext():
+        state = build(run)
     profiles = [(look, run.options[look.__name__]) for look in (profile, host_profile) if look.__name__ in run.options]
     data = batches(run, state, run.steps + len(profiles))
     step_ms, losses = train(run, state, data)
@@ -240,8 +243,10 @@ def main(words: list[str]) -> None:
         torch.cuda.empty_cache()
         products = (before, product_rate())
         print(report(run, config, statistics.median(timed), products))
-        versions = {name: metadata.version(name) for name in ("torch", "megatron-core")}
-        versions |= {"transformer-engine": metadata.version("transformer-engine")} if torch.cuda.is_available() else {}
+        packages = ["torch", "megatron-core", *(["transformer-engine"] if torch.cuda.is_available() else [])]
+        installed = {found.name for found in metadata.distributions()}
+        packages += [name for name in ("flash-attn-3", "flash-attn-4") if name in installed]
+        versions = {name: metadata.version(name) for name in packages}
         result = {"step_ms": step_ms, "losses": losses, "peak_memory_gib": peak, "versions": versions}
         print(json.dumps(result | {"product_tflops": [round(rate) for rate in products]}), flush=True)
 

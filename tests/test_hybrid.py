@@ -118,7 +118,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
         initial = str(tmp_path_factory.mktemp("initial"))
         run_ranks(1, train_on, "", initial, 0, model)
         (history,) = run_ranks(1, train_on, initial, "", STEPS, model)
-        assert history[-1][0] < 0.8 * history[0][0]
+        assert history[-1][0] < 0.93 * history[0][0]
         return initial, history
 
     return train_on_one_rank

@@ -118,7 +118,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     initial = str(tmp_path_factory.mktemp("initial"))
     run_ranks(1, train_on, "", initial, {}, 0)
     (history,) = run_ranks(1, train_on, initial, "", {}, STEPS)
-    assert history[-1][0] < 0.75 * history[0][0]
+    assert history[-1][0] < 0.98 * history[0][0]
     return initial, history
 
 
