@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import json
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -30,27 +28,23 @@ CASES: dict[str, dict[str, Any]] = {
     "weight decay": {"lr_decay_style": "linear", "weight_decay_incr_style": "cosine", "start_weight_decay": 0.01,
                      "end_weight_decay": 0.1, **ITERATIONS},
 }  # fmt: skip
-MEGATRON_LM = """
-import json, sys
-import minloop
-minloop.cpu_backend()
-from types import SimpleNamespace
-from megatron.core import num_microbatches_calculator
-from megatron.training import arguments, global_vars, training
 
-for words in json.loads(sys.argv[1]):
-    sys.argv = ["pretrain_gpt.py", *words]
-    arguments.parse_and_validate_args()
-    optimizer = SimpleNamespace(param_groups=[{}])
-    scheduler = training.get_optimizer_param_scheduler(optimizer)
-    rates = []
-    for _ in range(20):
-        rates.append([optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]])
-        scheduler.step(increment=8)
-    print("RATES", json.dumps(rates))
-    global_vars.destroy_global_vars()
-    num_microbatches_calculator.destroy_num_microbatches_calculator()
-"""
+
+def megatron_lm(cases: list[list[str]]) -> list[list[list[float]]]:
+    """Learning rates and weight decays of 20 steps by Megatron-LM's arguments and scheduler, for each case's words."""
+    minloop.cpu_backend()
+    from megatron.core import num_microbatches_calculator
+    from megatron.training import arguments, global_vars, training
+
+    found: list[list[list[float]]] = []
+    for words in cases:
+        sys.argv = ["pretrain_gpt.py", *words]
+        arguments.parse_and_validate_args()
+        optimizer: Any = SimpleNamespace(param_groups=[{}])
+        found.append(rates(optimizer, training.get_optimizer_param_scheduler(optimizer), 20))
+        global_vars.destroy_global_vars()
+        num_microbatches_calculator.destroy_num_microbatches_calculator()
+    return found
 
 
 def build(case: dict[str, Any]) -> tuple[Any, Any]:
@@ -67,7 +61,6 @@ def rates(optimizer: Any, scheduler: Any, steps: int) -> list[list[float]]:
     return history
 
 
-@pytest.mark.slow
 def test_the_rates_are_megatron_lms():
     model = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
         --micro-batch-size 8 --global-batch-size 8 --transformer-impl local --vocab-size 256 --mock-data
@@ -76,9 +69,7 @@ def test_the_rates_are_megatron_lms():
         model + [*itertools.chain(*([f"--{name.replace('_', '-')}", str(value)] for name, value in case.items()))]
         for case in CASES.values()
     ]
-    run = subprocess.run([sys.executable, "-c", MEGATRON_LM, json.dumps(words)], capture_output=True, text=True)
-    theirs = [json.loads(line[6:]) for line in run.stdout.splitlines() if line.startswith("RATES ")]
-    assert len(theirs) == len(CASES), run.stderr[-2000:]
+    (theirs,) = run_ranks(1, megatron_lm, words)
     for case, expected in zip(CASES, theirs, strict=True):
         assert rates(*build(CASES[case]), 20) == expected, case
         assert len(set(map(tuple, expected))) > 3
