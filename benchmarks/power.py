@@ -3,8 +3,8 @@
     PYTHONPATH=$PWD python benchmarks/power.py C steps=5
     PYTHONPATH=$PWD NVTE_FUSED_ATTN=0 python benchmarks/power.py C steps=5 attention_backend=flash
 
-Words as for throughput.py, on one GPU. nvidia-smi looks twice a second; steps that come before the first half of them
-has passed warm up. Each run is added to results/power_<shape>.json, in the place of one with the same words.
+Words as for compare_peers.py, on one GPU; two steps warm up. nvidia-smi looks twice a second. Each run is added to
+results/power_<shape>.json, in the place of one with the same words.
 """
 
 import json
@@ -15,9 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare_peers import machine
-from benchmarks.peers.processes import Result, torchrun
-from benchmarks.shapes import read_run
+from benchmarks.compare_peers import machine, measure, read_words, timed
 
 RESULTS = Path(__file__).parent / "results"
 ASKED = "clocks.sm,power.draw,clocks_event_reasons.sw_power_cap,clocks_event_reasons.sw_thermal_slowdown"
@@ -34,16 +32,18 @@ def samples(output: str) -> list[dict[str, Any]]:
 
 
 def row(words: list[str]) -> dict[str, Any]:
+    asked = read_words([words[0], "minloop", "warmup=2", *words[1:]])
     with subprocess.Popen(LOOK, stdout=subprocess.PIPE, text=True) as looking:
-        done = subprocess.run(torchrun(read_run(words), "benchmarks/throughput.py"), capture_output=True, text=True)
-        looking.terminate()
+        try:
+            result = measure("minloop", asked)
+        finally:
+            looking.terminate()
         seen = samples(looking.communicate()[0])
-    result = Result.read(done.stdout + done.stderr)
     busy = [look for look in seen if look["watts"] > 0.9 * max(look["watts"] for look in seen)]
     found = {name: statistics.median(look[name] for look in busy) for name in ("mhz", "watts")}
     found |= {"power_cap": statistics.mean(look["power_cap"] for look in busy)}
     found |= {"too_hot": statistics.mean(look["too_hot"] for look in busy), "looks": len(busy)}
-    steps = [round(taken, 1) for taken in result.step_ms[len(result.step_ms) // 2 :]]
+    steps = [round(taken, 1) for taken in timed(result, asked)]
     day = datetime.now(UTC).date().isoformat()
     return {"words": words, "step_ms": steps, **found, "versions": result.versions, "machine": machine(), "date": day}
 

@@ -5,20 +5,17 @@
 Shape A in one CUDA graph, twice, and C with one microbatch, on one GPU: by minloop and with mcore's copy after the
 update (`copied_weights=True` of throughput.py) in turn, each run a process of its own. Results go to
 results/weight_writes.json: the median step of each, in milliseconds, and the ratio. Words name another case instead:
-`python benchmarks/weight_writes.py tiny steps=4`, whose figures are printed only.
+`python benchmarks/weight_writes.py tiny steps=9`, whose figures are printed only.
 """
 
 import json
 import statistics
-import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare_peers import machine
-from benchmarks.peers.processes import Result, torchrun
-from benchmarks.shapes import read_run
+from benchmarks.compare_peers import machine, measure, read_words, timed
 
 RESULT = Path(__file__).parent / "results" / "weight_writes.json"
 CASES = [(["A", "steps=60", "window=20"], 2), (["C", "steps=16", "global_batch_size=1"], 1)]
@@ -26,11 +23,10 @@ CASES = [(["A", "steps=60", "window=20"], 2), (["C", "steps=16", "global_batch_s
 
 
 def step_ms(words: list[str]) -> tuple[float, dict[str, str]]:
-    """The median of all but the first third of a run's steps, and what it ran with."""
-    command = torchrun(read_run(words), "benchmarks/throughput.py")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    result = Result.read(done.stdout + done.stderr)
-    return statistics.median(result.step_ms[len(result.step_ms) // 3 :]), result.versions
+    """The median of a run's steps after the warm-up, and what it ran with."""
+    asked = read_words([words[0], "minloop", *words[1:]])
+    result = measure("minloop", asked)
+    return statistics.median(timed(result, asked)), result.versions
 
 
 def compare(words: list[str], rounds: int) -> dict[str, Any]:

@@ -274,12 +274,13 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
-Train = Callable[[minloop.TrainState], list[minloop.StepMetrics]]
+STEPS, ENOUGH = 8, 20  # that layouts take, and after which one rank has learnt
+Train = Callable[[minloop.TrainState, int], list[minloop.StepMetrics]]
 
 
-def train_plain(state: minloop.TrainState) -> list[minloop.StepMetrics]:
+def train_plain(state: minloop.TrainState, steps: int) -> list[minloop.StepMetrics]:
     loader = text_loader(state)
-    return [minloop.train_step(state, loader, num_microbatches=4) for _ in range(8)]
+    return [minloop.train_step(state, loader, num_microbatches=4) for _ in range(steps)]
 
 
 def histories(directory: str, fields: dict[str, Any], layouts: dict[str, Any], run: Train, save: bool) -> Any:
@@ -291,7 +292,7 @@ def histories(directory: str, fields: dict[str, Any], layouts: dict[str, Any], r
             minloop.save_checkpoint(directory, state)
         else:
             minloop.load_checkpoint(directory, state)
-        steps = run(state)
+        steps = run(state, ENOUGH if save else STEPS)
         rows = ([*s.losses.values(), torch.as_tensor(s.grad_norm).to(s.loss)] for s in steps)
         results[name] = torch.stack([torch.stack(row) for row in rows])
         minloop.shutdown_distributed()
@@ -303,12 +304,12 @@ def assert_trains_the_same(
 ) -> None:
     (alone,) = run_ranks(1, histories, str(directory), fields, {"alone": {}}, run, True)
     expected = alone["alone"]
-    assert expected[-1, 0] < 0.95 * expected[0, 0]
+    assert expected[-1, 0] < 0.9 * expected[0, 0]
     for size, of_size in layouts.items():
         for results in run_ranks(size, histories, str(directory), fields, of_size, run, False):
             assert results.keys() == of_size.keys()
             for name, history in results.items():
-                difference = ((history - expected).abs() / expected).max().item()
+                difference = ((history - expected[:STEPS]).abs() / expected[:STEPS]).max().item()
                 assert difference <= rounding(2e-6), f"{name} on {size} ranks: {difference:.1e}"
 
 
@@ -336,9 +337,9 @@ def packed_step(data: Any, model: torch.nn.Module) -> Any:
     return output, partial(token_loss, batch["loss_mask"])
 
 
-def train_packed(state: minloop.TrainState) -> list[minloop.StepMetrics]:
+def train_packed(state: minloop.TrainState, steps: int) -> list[minloop.StepMetrics]:
     loader = text_loader(state, 1)
-    return [minloop.train_step(state, loader, num_microbatches=4, forward_step=packed_step) for _ in range(8)]
+    return [minloop.train_step(state, loader, num_microbatches=4, forward_step=packed_step) for _ in range(steps)]
 
 
 def test_packed_sequences_train_the_same_model(tmp_path: Path) -> None:

@@ -46,18 +46,20 @@ def test_the_main_command(tmp_path: Path) -> None:
 
 
 def run_script(script: str) -> None:
-    os.chdir(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
 
 
 @pytest.mark.usefixtures("shared_gpus")
-def test_readmes_loop_runs_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readmes_loop_runs_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (loop,) = re.findall(r"```python\n(import minloop\n.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert len(loop.splitlines()) <= 40
     script = tmp_path / "my_train.py"
     script.write_text(loop.replace("while state.iteration < 10", "while state.iteration < 4"))
     assert [line.split()[0] for line in torchrun(2, script, tmp_path).splitlines()] == ["1", "2", "3", "4"]
     script.write_text(loop.replace("while state.iteration < 10", "while state.iteration < 6"))
+    monkeypatch.chdir(tmp_path)
     run_ranks(2, run_script, str(script))
     assert re.findall(r"^(\d+) \d\.\d+$", capsys.readouterr().out, flags=re.MULTILINE) == ["5", "6"]
 
@@ -94,7 +96,10 @@ def test_hugging_face_example_agrees_both_ways(tmp_path: Path) -> None:
     assert max(differences.values()) < rounding(1e-5)
 
 
-def test_layouts_example_compares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_example_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     run_ranks(2, run_script, str(ROOT / "examples" / "compare_layouts.py"))
     output = capsys.readouterr().out
     assert "58 outputs, losses and gradients compared" in output

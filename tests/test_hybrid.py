@@ -18,7 +18,7 @@ from minloop import hybrid_pattern
 from minloop.hybrid_pattern import check_pattern, divide_pattern
 from minloop.layers.mamba import scan
 
-STEPS = 8
+STEPS, ENOUGH = 8, 20  # that layouts take, and after which one rank has learnt
 # worst relative difference of losses and gradient norms, without and with experts
 DENSE, ROUTED = rounding(2e-6), rounding(1e-5)
 
@@ -117,9 +117,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     def train_on_one_rank(model: str) -> tuple[str, list[tuple[float, float]]]:
         initial = str(tmp_path_factory.mktemp("initial"))
         run_ranks(1, train_on, "", initial, 0, model)
-        (history,) = run_ranks(1, train_on, initial, "", STEPS, model)
-        assert history[-1][0] < 0.93 * history[0][0]
-        return initial, history
+        (history,) = run_ranks(1, train_on, initial, "", ENOUGH, model)
+        assert history[-1][0] < 0.8 * history[0][0]
+        return initial, history[:STEPS]
 
     return train_on_one_rank
 

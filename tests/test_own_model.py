@@ -19,7 +19,7 @@ from torch import Tensor
 
 import minloop
 
-STEPS = 8
+STEPS, ENOUGH = 8, 20  # that layouts take, and after which one rank has learnt
 TOLERANCE = rounding(2e-6)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {},
@@ -117,9 +117,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A checkpoint of initial weights, and what one rank makes of it."""
     initial = str(tmp_path_factory.mktemp("initial"))
     run_ranks(1, train_on, "", initial, {}, 0)
-    (history,) = run_ranks(1, train_on, initial, "", {}, STEPS)
-    assert history[-1][0] < 0.98 * history[0][0]
-    return initial, history
+    (history,) = run_ranks(1, train_on, initial, "", {}, ENOUGH)
+    assert history[-1][0] < 0.75 * history[0][0]
+    return initial, history[:STEPS]
 
 
 @pytest.mark.parametrize(("first", "second"), [("DP2", "TP2"), ("TP2", "PP2"), ("PP2", "DP2")])
