@@ -1,7 +1,8 @@
 """Does every layout of two and four ranks train alike on GPUs, in bf16, with Transformer Engine's layers?
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 python benchmarks/sameness_gpu.py      writes results/sameness_gpu.json
-    python benchmarks/sameness_gpu.py EP4 "PP2 VPP2×DP2" Llama           some layouts and architectures, printed only
+    python benchmarks/sameness_gpu.py EP4 "TP4+SP" Llama         some layouts and architectures, printed only
+    python benchmarks/sameness_gpu.py EP4 Llama some.json        the same, written to a file of this name
 
 Ranks share GPUs where there are fewer (tests/ranks.py). Without any, CPU ranks train, with mcore's local layers, and
 nothing is written.
@@ -158,7 +159,9 @@ def compared(outcome, reference, spread):
     return difference | {"of_spread": max(difference[key] / spread[key] for key in ("loss", "grad_norm"))}
 
 
-def main(names):
+def main(words):
+    names = [word for word in words if not word.endswith(".json")]
+    files = [Path(word) for word in words if word.endswith(".json")] or ([] if names else [RESULTS])
     if unknown := set(names) - LAYOUTS.keys() - ARCHITECTURES.keys():
         raise ValueError(f"neither a layout nor an architecture: {', '.join(sorted(unknown))}")
     on_gpu = torch.cuda.is_available()
@@ -168,8 +171,8 @@ def main(names):
     result = {name.replace("-", "_"): metadata.version(name) for name in packages} | {"steps": STEPS}
     result["gpu"] = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}" if on_gpu else "none"
     for _ in measure(result, layouts, architectures):
-        if on_gpu and not names:
-            RESULTS.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        for file in files if on_gpu else ():
+            file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     ratios = [cell["of_spread"] for cell in result["cells"] if "of_spread" in cell]
     within = sum(ratio <= 1 for ratio in ratios)
     print(f"{within} of {len(ratios)} cells are within the spread, the largest at {max(ratios):.2f} of it")

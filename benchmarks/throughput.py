@@ -10,7 +10,8 @@ Words `name=value` are counts and fields of the shape (see shapes.read_run); `wa
 `profile=FILE`, where kernels, launches and waits of one more step are listed; `host_profile=FILE`, for which the Python
 stacks of one more step are looked at every millisecond; and fields of mcore's TransformerConfig,
 DistributedDataParallelConfig and OptimizerConfig, by their names, in the place of those that minloop chooses;
-`reshard_after_forward=True` asks for torch FSDP2, `copied_weights=True` for mcore's copy of master weights. What is set
+`reshard_after_forward=True` asks for torch FSDP2, `copied_weights=True` for mcore's copy of master weights,
+`zeroed_gradients=True` for gradients that are all zeroed before the first microbatch. What is set
 here by hand is in SETTINGS; the rest is what minloop's build functions choose.
 
 Prints the rate, then a line of JSON with the time of each window and its loss, which compare_peers.py reads.
@@ -27,7 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from importlib import metadata
 from typing import Any
 from unittest import mock
@@ -49,7 +50,12 @@ SETTINGS: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "check_for_nan_in_grad": False,
 }
-NO_FIELDS = ("warmup", "profile", "host_profile", "copied_weights")
+NO_FIELDS = ("warmup", "profile", "host_profile", "copied_weights", "zeroed_gradients")
+WITHOUT = {
+    "copied_weights": "minloop.optimizer.fuse_weight_writes",
+    "zeroed_gradients": "minloop.data_parallel.overwrite_first_gradients",
+}
+"""Words, and what a run goes without for them."""
 RESULT = '{"step_ms": '  # how the last line begins
 OF_SHAPE: dict[str, dict[str, Any]] = {"A": {"cuda_graph_impl": "full_iteration"}}  # bound by launches
 
@@ -226,7 +232,9 @@ def main(words: list[str]) -> None:
     run = read_run(words)
     warmup = int(run.options.get("warmup", 5))
     before = product_rate()
-    with mock.patch("minloop.optimizer.fuse_weight_writes") if "copied_weights" in run.options else nullcontext():
+    with ExitStack() as stack:
+        for name in WITHOUT.keys() & run.options.keys():
+            stack.enter_context(mock.patch(WITHOUT[name]))
         state = build(run)
     profiles = [(look, run.options[look.__name__]) for look in (profile, host_profile) if look.__name__ in run.options]
     data = batches(run, state, run.steps + len(profiles))

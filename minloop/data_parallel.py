@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from minloop.advice import say_choices
 from minloop.checks import HOOKS, check_ddp_config
 from minloop.cuda_graph import on_capture_stream
+from minloop.first_gradients import complete_gradients, overwrite_first_gradients
 from minloop.fsdp_checks import check_not_fsdp
 from minloop.fully_sharded import FullySharded, keep_weights, local_gradients, unsharded
 from minloop.layers.expert_products import spare_gradients
@@ -69,6 +70,7 @@ def wrap_ddp(
                 pg_collection=groups,
             )
         spare_gradients(ddp)
+        overwrite_first_gradients(ddp, config)
         if not config.fp8_param:  # a collective knows plain tensors only; ZeRO-1 gathers these from the first step on
             ddp.broadcast_params()
         wrapped.append(ddp)
@@ -113,6 +115,7 @@ def bind_hooks(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
 
 def _finalize(chunks: list[Any], *args: Any, **options: Any) -> None:
     check_gradients(chunks)
+    complete_gradients(chunks)
     finalize_model_grads(chunks, *args, **options)
 
 

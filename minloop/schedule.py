@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model, make_viewless_tensor
 from minloop.alive import left_midway
 from minloop.architecture import unwrapped
 from minloop.data import to_device
+from minloop.first_gradients import overwriting
 from minloop.graph_checks import check_graph_sequence
 from minloop.hybrid_context_parallel import deal_out
 from minloop.kernel_checks import check_loss_kernel
@@ -34,13 +36,14 @@ def forward_backward(
     forward_step: ForwardStep,
     *,
     forward_only: bool,
-    counts_loss_mask: bool = False,
+    plain: bool = False,
 ) -> list[Report]:
     """Run mcore's schedule over the microbatches; gradients are then those of the mean over the tokens that count.
 
     Args:
-        counts_loss_mask: the loss functions count the tokens by the batches' ``loss_mask``. So the number is known
-            beforehand and losses are divided by it, not all gradients when they are there.
+        plain: the forward step counts the tokens by the batches' ``loss_mask``: their number is known beforehand, and
+            losses are divided by it, not all gradients when they are there. It passes every microbatch through the
+            model once: the first may write gradients that `clear_gradients` spared.
     Returns:
         The reports of the microbatches; empty but on the last pipeline stage.
     """
@@ -49,12 +52,16 @@ def forward_backward(
         _check_plans(state, forward_step)
     config, taken = state.config, batches.take()
     # fp16 has no room for gradients that small; its loss scale would have to be larger by the number of tokens.
-    ahead = counts_loss_mask and config.calculate_per_token_loss and not (forward_only or config.fp16)
+    ahead = plain and config.calculate_per_token_loss and not (forward_only or config.fp16)
 
     def run(taken: Sequence[Any]) -> list[Report]:
         tokens = _tokens_ahead(taken, state.groups) if ahead else None
-        with exact_token_count(config, forward_step, tokens) as counting_step, state.auxiliary_losses.recording():
-            return run_schedule(state, batches, taken, counting_step, forward_only)
+        with (
+            exact_token_count(config, forward_step, tokens) as counting_step,
+            overwriting(state.chunks, counting_step) if plain else nullcontext(counting_step) as step,
+            state.auxiliary_losses.recording(),
+        ):
+            return run_schedule(state, batches, taken, step, forward_only)
 
     if config.cuda_graph_impl != "full_iteration" or forward_only or not torch.cuda.is_available():
         return run(taken)

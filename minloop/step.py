@@ -12,6 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from minloop.alive import on_usable_groups, usable
 from minloop.data import Batch
 from minloop.data_parallel import gathered_parameters
+from minloop.first_gradients import zero_gradients
 from minloop.losses import LossFunction, Report, reduce_reports, token_loss
 from minloop.microbatches import Microbatches, require_iterator
 from minloop.placement import is_inner, place_batch
@@ -184,18 +185,17 @@ def take_step(
 
 
 def _compute(state: TrainState, batches: Microbatches, forward_step: ForwardStep) -> Computed:
-    clear_gradients(state)
-    counts_loss_mask = forward_step is gpt_forward_step
-    reports = forward_backward(state, batches, forward_step, forward_only=False, counts_loss_mask=counts_loss_mask)
+    plain = forward_step is gpt_forward_step
+    clear_gradients(state, spare=plain)
+    reports = forward_backward(state, batches, forward_step, forward_only=False, plain=plain)
     return Computed(reports, *reduce_reports(state, reports, forward_step))
 
 
-def clear_gradients(state: TrainState) -> None:
-    """Begin a step: training mode, gradients of zero."""
-    for chunk in state.chunks:
-        if not chunk.training:
-            chunk.train()
-        chunk.zero_grad_buffer()
+def clear_gradients(state: TrainState, *, spare: bool = False) -> None:
+    """Begin a step: training mode, gradients of zero, but with `spare` for those that the first microbatch writes."""
+    for chunk in [chunk for chunk in state.chunks if not chunk.training]:
+        chunk.train()
+    zero_gradients(state.chunks, spare=spare)
     state.optimizer.zero_grad()
 
 

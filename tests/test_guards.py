@@ -22,7 +22,7 @@ graph_checks ignored_checks kernel_checks memory_checks optimizer_config_checks 
 checks config
 launch alive traces init_checks distributed groups everyone tp_overlap
 layers architecture meta_device model hybrid_pattern hybrid cuda_graph advice wrapping_checks
-fully_sharded master_weights weight_writes data_parallel optimizer
+fully_sharded master_weights weight_writes first_gradients data_parallel optimizer
 lr_schedule moe state signals stragglers data losses microbatches placement
 hybrid_context_parallel packed schedule injection step evaluation
 flops parameter_count activation_memory fsdp_memory estimate_checks memory metrics timing logs profiling garbage

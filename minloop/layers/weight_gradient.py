@@ -19,14 +19,32 @@ def accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Ten
     Args:
         total_input: [tokens, in], any floating dtype.
         grad_output: [tokens, out], the same dtype.
-        main_grad: [out, in], float32, or the dtype of the others; changed in place.
+        main_grad: [out, in], float32, or the dtype of the others; changed in place. With an attribute `overwritten`
+            that is true, what it held does not count, see `minloop.first_gradients`.
     """
-    if main_grad.dtype == total_input.dtype:
+    if getattr(main_grad, "overwritten", False):
+        _write_weight_gradient(total_input, grad_output, main_grad)
+    elif main_grad.dtype == total_input.dtype:
         main_grad.addmm_(grad_output.t(), total_input)
     elif main_grad.device.type == "cpu":  # whose products have one dtype
         main_grad.addmm_(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype))
     else:
         torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
+
+
+def _write_weight_gradient(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    if main_grad.dtype == total_input.dtype:
+        torch.mm(grad_output.t(), total_input, out=main_grad)
+    elif main_grad.device.type == "cpu":
+        torch.mm(grad_output.t().to(main_grad.dtype), total_input.to(main_grad.dtype), out=main_grad)
+    else:
+        torch.mm(grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
+
+
+def provides_weight_gradient() -> bool:
+    """Whether mcore's layers compute their weight gradients here, not in apex's extension."""
+    found = getattr(layers, _EXTENSION, None)
+    return getattr(found, "wgrad_gemm_accum_fp32", None) is accumulate_weight_gradient
 
 
 def provide_weight_gradient() -> None:

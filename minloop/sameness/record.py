@@ -156,7 +156,7 @@ def _run(state: TrainState, batches: list[Batch], forward_step: ForwardStep, *, 
         Microbatches(iter(batches), len(batches)),
         forward_step,
         forward_only=forward_only,
-        counts_loss_mask=forward_step is gpt_forward_step,
+        plain=forward_step is gpt_forward_step,
     )
 
 
