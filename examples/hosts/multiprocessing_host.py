@@ -45,6 +45,8 @@ def work(rank, world_size, meeting_point, train_iters, layout, results):
 
 
 def main(train_iters=10, world_size=2, **layout):
+    if 0 < torch.cuda.device_count() < world_size:
+        raise RuntimeError(f"{world_size} processes want a GPU each, and there is only {torch.cuda.device_count()}")
     layout = layout or {"tensor_model_parallel_size": 2}
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
