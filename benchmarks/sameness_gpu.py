@@ -123,8 +123,14 @@ def worst(history, reference):
 
 def measure(result, layouts, architectures):
     """Fill in the losses and spreads on one GPU, then the cells; yield after each row of them."""
-    # Everything here waits for the host more than for the GPUs.
-    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(5 if torch.cuda.is_available() else 1) as pool:
+    gpus = torch.cuda.device_count()
+    # Everything here waits for the host more than for the GPUs, until ranks share one and wait for each other's turns.
+    rows = 5 if gpus >= max(ranks for ranks, _ in layouts.values()) else 1
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ThreadPoolExecutor(5 if gpus else 1) as pool,
+        ThreadPoolExecutor(rows) as pool_of_rows,
+    ):
         cases = [(f"{directory}/{name}", options) for name, options in architectures.items()]
         made = pool.map(lambda case: run_ranks(1, references, *case, timeout=500)[0], cases)
         runs = dict(zip(architectures, made, strict=True))
@@ -142,7 +148,8 @@ def measure(result, layouts, architectures):
         def train_row(case):
             return run_ranks(case[0], row, directory, case[1], architectures, timeout=500)[0]
 
-        for (name, (ranks, _)), outcomes in zip(layouts.items(), pool.map(train_row, layouts.values()), strict=True):
+        trained = pool_of_rows.map(train_row, layouts.values())
+        for (name, (ranks, _)), outcomes in zip(layouts.items(), trained, strict=True):
             for architecture, outcome in outcomes.items():
                 cell = {"layout": name, "architecture": architecture, "ranks": ranks}
                 cell |= compared(outcome, runs[architecture][0], spreads[architecture])
