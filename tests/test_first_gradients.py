@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from ranks import run_ranks
 from small import WIDE, small_state, text_loader
 
@@ -159,3 +160,32 @@ def test_what_is_overwritten(options: dict[str, Any], expected: list[str] | None
 
 def test_a_pipeline_zeroes_all() -> None:
     assert run_ranks(2, overwritten, {"bf16": True, "pipeline_model_parallel_size": 2}) == [None, None]
+
+
+def used_twice(kind: str, overwriting: bool) -> tuple[int, list[Any]]:
+    """Of a model that uses a layer twice: how many gradients it overwrites, and its steps."""
+
+    def build(*args: Any, **options: Any) -> list[Any]:
+        chunks: list[Any] = minloop.build_gpt_model(*args, **options)
+        layers = chunks[0].module.decoder.layers
+        if kind == "of the user's":
+            layers[1].__class__ = type("Twice", (type(layers[1]),), {"forward": twice_through})
+        else:
+            layers[2].mlp.linear_fc1 = layers[1].mlp.linear_fc1
+        return chunks
+
+    with built({"bf16": True, "build": build, "ddp": {"overlap_grad_reduce": False}}, overwriting) as state:
+        first, data = first_gradients(state.chunks), text_loader(state)
+        return len(first.weights) if first else 0, [take(state, data, count) for count in (1, 2, 1)]
+
+
+def twice_through(layer: Any, hidden_states: Any, *args: Any, **options: Any) -> Any:
+    of_mcore: Any = TransformerLayer.forward
+    return of_mcore(layer, of_mcore(layer, hidden_states, *args, **options)[0], *args, **options)
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("shared", 15), ("of the user's", 0)])
+def test_what_a_microbatch_uses_twice_is_zeroed(kind: str, weights: int) -> None:
+    (count, ours), (_, theirs) = (run_ranks(1, used_twice, kind, overwriting)[0] for overwriting in (True, False))
+    assert ours == theirs
+    assert count == weights
