@@ -51,14 +51,15 @@ def forward_backward(
     if state.config.overlap_moe_expert_parallel_comm and not forward_only:
         _check_plans(state, forward_step)
     config, taken = state.config, batches.take()
+    trains = plain and not forward_only
     # fp16 has no room for gradients that small; its loss scale would have to be larger by the number of tokens.
-    ahead = plain and config.calculate_per_token_loss and not (forward_only or config.fp16)
+    ahead = trains and config.calculate_per_token_loss and not config.fp16
 
     def run(taken: Sequence[Any]) -> list[Report]:
         tokens = _tokens_ahead(taken, state.groups) if ahead else None
         with (
             exact_token_count(config, forward_step, tokens) as counting_step,
-            overwriting(state.chunks, counting_step) if plain else nullcontext(counting_step) as step,
+            overwriting(state.chunks, counting_step) if trains else nullcontext(counting_step) as step,
             state.auxiliary_losses.recording(),
         ):
             return run_schedule(state, batches, taken, step, forward_only)

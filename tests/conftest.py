@@ -71,8 +71,16 @@ def shared_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    """After each test no default process group is left, nor is torch still patched for running mcore without a GPU."""
+    """After each test no default process group is left, nor is torch still patched for running mcore without a GPU.
+
+    Gone is also what mcore's GPTModel sets: the next one, with another `attention_backend`, would refuse it.
+    """
+    names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+    before = {name: os.environ[name] for name in names if name in os.environ}
     yield
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ.update(before)
     initialised = torch.distributed.is_initialized()
     if initialised:
         torch.distributed.destroy_process_group()  # the tests that follow are not at fault
