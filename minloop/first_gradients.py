@@ -118,15 +118,16 @@ class FirstGradients:
         """Have gradients added from here on, to zero where the first microbatch has written none."""
         if self._awaited:
             self._awaited = False
-            self._tell(False)
             for weight in self.weights:
-                if not getattr(weight, "grad_added_to_main_grad", False):
+                # Transformer Engine marks the weight; under saved tensor hooks mcore marks a copy of it
+                if weight.main_grad.overwritten and not getattr(weight, "grad_added_to_main_grad", False):
                     weight.main_grad.zero_()
+            self._tell(False)
 
     def _tell(self, overwrite: bool) -> None:
         for weight in self.weights:
             weight.overwrite_main_grad = overwrite  # read by Transformer Engine in forward passes
-            weight.main_grad.overwritten = overwrite  # read by minloop's product
+            weight.main_grad.overwritten = overwrite  # read, and ended, by minloop's product
 
 
 def _overwritable(ddp: Any, config: TransformerConfig) -> Iterator[torch.nn.Parameter]:
@@ -134,6 +135,7 @@ def _overwritable(ddp: Any, config: TransformerConfig) -> Iterator[torch.nn.Para
     model: Any = unwrapped(ddp)
     unlike = ("hybrid_context_parallel", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "mtp_num_layers")
     unlike += ("use_transformer_engine_op_fuser", "defer_embedding_wgrad_compute")
+    unlike += ("experimental_attention_variant",)  # which may multiply by a layer's weight without the layer
     if type(model) is not GPTModel or config.pipeline_model_parallel_size > 1:
         return
     if not config.gradient_accumulation_fusion or any(getattr(config, name) for name in unlike):

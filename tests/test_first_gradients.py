@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from ranks import run_ranks
@@ -189,3 +190,31 @@ def test_what_a_microbatch_uses_twice_is_zeroed(kind: str, weights: int) -> None
     (count, ours), (_, theirs) = (run_ranks(1, used_twice, kind, overwriting)[0] for overwriting in (True, False))
     assert ours == theirs
     assert count == weights
+
+
+def with_saved_tensor_hooks(overwriting: bool) -> list[Any]:
+    with built({"bf16": True, "ddp": {"overlap_grad_reduce": False}}, overwriting) as state:
+        data = text_loader(state)
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda saved: saved):
+            return [take(state, data, count) for count in (1, 2)]
+
+
+def test_gradients_of_unpacked_copies_of_weights_count() -> None:
+    ours, theirs = (run_ranks(1, with_saved_tensor_hooks, overwriting)[0] for overwriting in (True, False))
+    assert ours == theirs
+
+
+def of_a_variant() -> bool:
+    """Whether anything is overwritten in a model whose attention may multiply by a weight without its layer."""
+
+    def build(*args: Any, **options: Any) -> list[Any]:
+        chunks: list[Any] = minloop.build_gpt_model(*args, **options)
+        chunks[0].config.experimental_attention_variant = "dsa"
+        return chunks
+
+    with built({"bf16": True, "build": build}) as state:
+        return first_gradients(state.chunks) is not None
+
+
+def test_a_variant_of_attention_zeroes_all() -> None:
+    assert run_ranks(1, of_a_variant) == [False]

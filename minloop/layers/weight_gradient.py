@@ -20,10 +20,12 @@ def accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Ten
         total_input: [tokens, in], any floating dtype.
         grad_output: [tokens, out], the same dtype.
         main_grad: [out, in], float32, or the dtype of the others; changed in place. With an attribute `overwritten`
-            that is true, what it held does not count, see `minloop.first_gradients`.
+            that is true, what it held does not count, and the attribute is false afterwards: see
+            `minloop.first_gradients`.
     """
     if getattr(main_grad, "overwritten", False):
         _write_weight_gradient(total_input, grad_output, main_grad)
+        vars(main_grad)["overwritten"] = False
     elif main_grad.dtype == total_input.dtype:
         main_grad.addmm_(grad_output.t(), total_input)
     elif main_grad.device.type == "cpu":  # whose products have one dtype
