@@ -4,9 +4,9 @@
 
 Shape A in one CUDA graph, twice, and C with one microbatch, on one GPU: by minloop, with mcore's copy of the master
 weights after the update (`copied_weights=True` of throughput.py), and with all gradients zeroed before the first
-microbatch adds to them (`zeroed_gradients=True`) in turn. Results go to
-results/saved_passes.json: the median step of each, in milliseconds, and how much longer it takes than minloop's. Words
-name another case instead: `python benchmarks/saved_passes.py tiny steps=9`, whose figures are printed only.
+microbatch adds to them (`zeroed_gradients=True`) in turn. Results go to results/saved_passes.json: the median step of
+each, in milliseconds, and how many times as long as minloop's it takes. Words name another case instead:
+`python benchmarks/saved_passes.py tiny steps=9`, whose figures are printed only.
 """
 
 import json
